@@ -85,7 +85,7 @@ def test_answers_and_their_ends_are_learned(chat):
     plain = encoded.text.replace("<|im_start|>", "").replace("<|im_end|>", "")
     assert encoded.sizes.sum() == len(plain.encode()) and not encoded.sizes[special].any()
     (whole,) = chat.encode_all([Conversation(TALK)], learn_all=True)
-    assert whole.learned.all() and np.array_equal(whole.ids, encoded.ids)
+    assert whole.learned is None and np.array_equal(whole.ids, encoded.ids)
 
 
 def test_the_prompt_of_a_generation_is_what_was_trained_on(chat):
@@ -186,7 +186,7 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer):
     ("{{ raise_exception('roles must alternate') }}", "begins with 'Be brief.*must alternate"),
     ("{{ messages[0].__class__.__mro__ }}", "unsafe"),
     ("{{ 1 + messages }}", "cannot render"),
-    ("{% for m in messages %}", "not a valid chat template"),
+    ("{% for m in messages %}", "cannot render .*Unexpected end of template"),
     ("{% generation %}{% endgeneration %}", "marks 1 answers of 2"),
 ])  # fmt: skip
 def test_templates_that_fail_are_named(tokenizer, source, words):
@@ -259,7 +259,7 @@ def test_forms_of_records(record, form):
 
 def test_what_comes_with_a_record():
     found = conversation_of({"instruction": "Add.", "input": "1, 2", "output": "3", "system": "S"})
-    assert found.texts == ["S", "Add.\n\n1, 2", "3"]
+    assert [said["content"] for said in found.messages] == ["S", "Add.\n\n1, 2", "3"]
     tools = [{"name": "add"}]
     for kept in (tools, json.dumps(tools), tools[0]):
         assert conversation_of({"messages": TALK, "tools": kept}).tools == tools
@@ -275,11 +275,11 @@ def test_what_comes_with_a_record():
     ({}, "of nothing"),
     ({"messages": "x"}, "no list of messages"),
     ({"messages": [{"role": "<|im_end|>", "content": "x"}]}, "the role"),
-    ({"messages": [{"role": "user", "content": 5}]}, "is not text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "something else than text"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "such as an image"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid Unicode"),
     ({"instruction": 5, "output": "x"}, "must be text"),
-    ({"messages": TALK, "tools": "{"}, '"tools" is text'),
+    ({"messages": TALK, "tools": "{"}, 'or valid JSON of one'),
     ({"messages": TALK, "tools": 5}, '"tools" must be a list'),
     ({"messages": [ASKED, {"role": "assistant", "tool_calls": [5]}]}, "not a list of objects"),
 ])  # fmt: skip

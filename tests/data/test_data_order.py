@@ -102,7 +102,7 @@ def test_inputs_are_the_window_and_targets_follow_by_one():
 def test_sizes_that_cannot_be_are_refused():
     assert an_order(tokens=61).count == 6, "the last window has its last target"
     refused(r"60 tokens make 5 windows of 10 tokens, 6 are needed", an_order, tokens=60)
-    with pytest.raises(DataError, match=r"has 10 tokens, 11 are needed.*valid_fraction"):
+    with pytest.raises(DataError, match=r"10 tokens make 0 windows of 10 tokens.*valid_fraction"):
         Validation(np.arange(10), context=10, batch=1, limit=0)
 
 

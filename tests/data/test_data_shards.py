@@ -147,7 +147,7 @@ def test_shard_ids_beyond_the_vocabulary(tmp_path, cache, monkeypatch):
     write_raw(tmp_path / "s" / "a_train_1.bin", [1, 2, 3])
     write_raw(tmp_path / "s" / "a_train_2.bin", [1, 4095, 4096])
     config = DataConfig(source="tokens", path=str(tmp_path / "s"))
-    complaint = r"token id 4096, model\.vocab is 4096: set model\.vocab to at least 4097"
+    complaint = r"token id 4096, model\.vocab is 4096: set at least 4097"
     refused(rf"a_train_2\.bin holds {complaint}", prepare, config, 4096, cache)
     assert prepare(config, 4097, cache).vocab == 4097
     with pytest.raises(DataError, match=complaint):  # now that a larger model has prepared it

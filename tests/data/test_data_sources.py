@@ -101,11 +101,11 @@ def test_text_that_is_not_utf8_is_named_or_skipped(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "complaint"), [
-    (b"{not json", "not valid JSON"),
+    (b"{not json", "Expecting .*repair or remove it"),
     (b'{"txt": "a", "id": 1}', r'key "text" .* keys: txt, id. Set data\.text_key'),
     (b'{"text": 3}', 'key "text" .* the keys: text'),
     (b'["text"]', 'key "text" .* the keys: none'),
-    (b'{"text": "\xff"}', "not valid JSON"),
+    (b'{"text": "\xff"}', "repair or remove it"),
     (b'{"text": "\\ud800"}', "not valid Unicode"),
 ])  # fmt: skip
 def test_bad_json_line_is_named_with_its_number(tmp_path, line, complaint):
@@ -133,7 +133,7 @@ def test_a_parquet_file_that_repeats_one_text_without_measure_is_refused(tmp_pat
     path.write_bytes(parquet_bytes(tmp_path, {"text": ["x" * 1000] * 20_000}))
     assert len(texts(path)) == 20_000
     monkeypatch.setattr(sources, "ALWAYS_ALLOWED_BYTES", 1_500_000)
-    refused(r"a\.parquet .* unpacks to more than", texts, path)
+    refused(r"a\.parquet unpacks to more than", texts, path)
 
 
 def test_one_document_has_a_limit_but_a_file_has_none(tmp_path, monkeypatch):

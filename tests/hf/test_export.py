@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from settings_values import narrow
 from thinwire.cli import main
+from thinwire.data import Tokenizer
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError
-from thinwire.hf.export import TokenizerFiles, verify
+from thinwire.hf.export import verify
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.inference import Model
@@ -76,7 +77,7 @@ def test_weights_copied_without_folding_are_refused(trained, monkeypatch):
     write_model(folder, weights.shapes, torch.float32, weights.tensor, 10**9)
     assert difference(folder, place) > 0.05
     with pytest.raises(CheckpointError, match=r"logits differ by up to [01].*rounding explains"):
-        verify(folder, weights, torch.float32, checkpoint, TokenizerFiles(checkpoint, None))
+        verify(folder, weights, torch.float32, checkpoint, Tokenizer.load(checkpoint.tokenizer))
 
 
 def test_rounded_weights_are_verified_before_and_after(trained):

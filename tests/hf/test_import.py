@@ -174,17 +174,17 @@ def as_shards(folder, **index):
 
 BAD = {
     "architecture": (lambda f: change_config(f, model_type="gpt_neox"), '"gpt_neox" is not supp'),
-    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
                r"as pickle \(.bin\) only. Reading pickle runs code"),
     "one of two": (lambda f: as_shards(f, other="part-2.safetensors"),
-                   "lacks 1 of the 2 files .* such as part-2.safetensors"),
-    "file elsewhere": (lambda f: as_shards(f, a="../b"), "is not a file beside it"),
+                   "cannot read .*part-2.safetensors: .* missing or truncated"),
+    "file elsewhere": (lambda f: as_shards(f, a="../b"), "has no weight_map of tensors"),
     "in two files": (lambda f: (as_shards(f, x="0.safetensors"), save_file(
         {n: torch.ones(32) for n in ("x", NORM)}, f / "0.safetensors")), f"where {NORM} is"),
-    "truncated": (lambda f: truncate(f / "model.safetensors"), "it may be truncated"),
+    "truncated": (lambda f: truncate(f / "model.safetensors"), "missing or truncated"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "missing tensor": (lambda f: change_weights(f, {NORM: None}), f"lacks 1 tensors, .*{NORM}"),
     "extra tensor": (
@@ -202,7 +202,7 @@ BAD = {
     "fewer rows than tokens": (
         lambda f: (change_config(f, vocab_size=290), change_weights(f, {
             n: torch.ones(290, 32) for n in ("model.embed_tokens.weight", "lm_head.weight")})),
-        "the tokenizer .* has 300 entries, but its embedding has 290 rows",
+        "the tokenizer has 300 entries, but the embedding has 290 rows",
     ),
 }  # fmt: skip
 
@@ -220,10 +220,10 @@ def test_bad_input_is_named_and_nothing_is_written(case, tmp_path):
 @pytest.mark.parametrize(("place", "message"), [
     ("./nowhere", "does not exist: give a folder, a .gguf file or a hub name"),
     ("model.gguf", "does not exist"),
-    ("someone/some-model", "someone/some-model is no folder here, and it cannot be fetched"),
+    ("someone/some-model", "cannot read someone/some-model: .* no folder here"),
     ("file.txt", "is a file: give the folder of the model"),
-    ("broken.gguf", "is not a GGUF file, or truncated"),
-    ("empty.gguf", "transformers cannot read empty.gguf"),
+    ("broken.gguf", "not a GGUF file, or truncated"),
+    ("empty.gguf", "cannot read empty.gguf: .* but not this one"),
     ("ours", "is a checkpoint of thinwire already"),
 ])  # fmt: skip
 def test_a_place_without_a_model_is_told(place, message, tmp_path, monkeypatch):
@@ -254,10 +254,3 @@ def test_an_imported_model_is_trained_by_its_own_run_toml(tmp_path, text_folder,
     after = load_file(tmp_path / "tuned" / "model.safetensors")
     moved = [(after[name] - tensor.float()).abs().max().item() for name, tensor in before.items()]
     assert 0 < max(moved) < 1e-3, "two steps at a small rate"
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 100))
-    with pytest.raises(ThinwireError, match="100 B free, the model needs"):
-        imported(saved("llama"), tmp_path / "ours")
-    assert list(tmp_path.iterdir()) == []

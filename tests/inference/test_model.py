@@ -11,7 +11,7 @@ from settings_values import narrow
 from test_train import silent
 from thinwire.engine.build import Joined
 from thinwire.engine.checkpoint import Checkpoint
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, DataError
 from thinwire.inference import Model, Sampling
 from thinwire.report.metrics import without_nan
 
@@ -166,8 +166,12 @@ def test_an_empty_prompt_begins_a_text_and_one_that_is_no_text_is_refused(chatti
         model.encode("a\udcff")
 
 
-def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting):
-    found = Model(chatting(factor=1e5), "cpu").evaluate(silent())
+def test_a_loss_too_high_for_a_perplexity_is_still_a_loss(chatting, tmp_path):
+    model = Model(chatting(factor=1e5), "cpu")
+    with pytest.raises(DataError, match="no data of its own: name a text with --data"):
+        model.evaluate(silent())  # as an imported one
+    (tmp_path / "other.txt").write_text("stage link " * 40)
+    found = model.evaluate_text(tmp_path / "other.txt", silent())
     assert 710 < found["valid_loss"] < math.inf
     assert found["perplexity"] == math.inf
     assert json.loads(json.dumps(without_nan(found), allow_nan=False))["perplexity"] is None

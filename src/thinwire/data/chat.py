@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from thinwire.data.rendering import BEGIN, END, RENDERER
-from thinwire.data.sources import reading
+from thinwire.data.sources import read_json, reading
 from thinwire.data.tokenizer import PIECE_CHARACTERS, Tokenizer, pieces_of
 from thinwire.errors import DataError
 
@@ -56,8 +56,7 @@ FORMS = {
 answer. The first form that a record has decides."""
 
 Messages = Sequence[Mapping[str, Any]]
-Spans = list[tuple[int, int]]
-"""Where in a text parts begin and end."""
+Spans = list[tuple[int, int]]  # where in a text parts begin and end
 TEMPLATES = ("", "tokenizer", "chatml")  # what data.template says that is no path
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -89,11 +88,6 @@ class Conversation:
         """Whether there is anything to learn in it."""
         return any(map(is_learned, self.messages))
 
-    @property
-    def texts(self) -> list[str]:
-        """What was said."""
-        return [message["content"] for message in self.messages]
-
     def json(self) -> str:
         """One line of text: the same for the same conversation, in whatever form it was kept."""
         content = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
@@ -113,30 +107,27 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return message["role"] == ASSISTANT and says and message.get("weight", 1) != 0
 
 
-def form_of(record: Mapping[str, Any]) -> str | None:
-    """The key that a record is recognised by, or None."""
+def form_of(record: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The key that a record is recognised by, and its answer where that stands apart; or None."""
     for key, (_, answers) in FORMS.items():
-        if record.get(key) is not None and (not answers or _answer(record, key) is not None):
-            return key
+        said = next((record[k] for k in answers if record.get(k) is not None), None)
+        if record.get(key) is not None and (not answers or said is not None):
+            return key, said
     return None
-
-
-def _answer(record: Mapping[str, Any], key: str) -> Any:
-    return next((record[k] for k in FORMS[key][1] if record.get(k) is not None), None)
 
 
 def conversation_of(record: Any) -> Conversation:
     """A record as a conversation; NotAConversation says what keeps it from being one."""
     if not isinstance(record, Mapping):
         raise NotAConversation("it is not an object")
-    key = form_of(record)
-    if key is None:
+    if (form := form_of(record)) is None:
         names = ", ".join(f'"{name}"' for name in list(record)[:12])
         raise NotAConversation(
             f'it has the keys {names or "of nothing"}; a conversation has "messages", '
             '"conversations", "prompt" and "completion", or "instruction" and "output"'
         )
-    asked, said = record[key], _answer(record, key)
+    key, said = form
+    asked = record[key]
     if key == "instruction":
         given = record.get("input") or record.get("context") or ""
         if not all(isinstance(text, str) for text in (asked, given, said)):
@@ -156,13 +147,11 @@ def conversation_of(record: Any) -> Conversation:
         messages = [{"role": "system", "content": system}, *messages]
     tools = record.get("tools")
     if isinstance(tools, str):  # some keep them as JSON within JSON
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError):
-            raise NotAConversation('"tools" is text, but not valid JSON') from None
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools.strip() or "null")
     tools = [tools] if tools and isinstance(tools, Mapping) else tools or None
     if not isinstance(tools, list | None):
-        raise NotAConversation('"tools" must be a list')
+        raise NotAConversation('"tools" must be a list, or valid JSON of one')
     return Conversation(messages, tools, FORMS[key][0])
 
 
@@ -182,14 +171,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     content = message.get("content", message.get("value"))
     if content is None and ROLES[role.lower()] == "user":
         raise NotAConversation(f"{where} has no content")
-    content = "" if content is None else content
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise NotAConversation(f"{where} holds something else than text, such as an image")
-        content = "".join(map(str, parts))
-    if not isinstance(content, str):
-        raise NotAConversation(f"the content of {where} is not text")
+    parts = content if isinstance(content, list) else ["" if content is None else content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise NotAConversation(f"{where} holds something else than text, such as an image")
+    content = "".join(map(str, texts))
     try:
         content.encode()
     except UnicodeEncodeError as error:  # an escape such as "\ud800" alone is no character
@@ -218,14 +204,7 @@ class ChatTemplate:
         """The template that was published with a tokenizer.json, if there is one."""
         path, own, config = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA), {}
         if path.is_file():
-            try:
-                config = json.loads(_read_text(path))
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{path} is not valid JSON ({error}): repair or remove it"
-                ) from error
-            if not isinstance(config, dict):
-                raise DataError(f"{path} holds no object: repair or remove it")
+            config = read_json(path, "repair or remove it")
         if own.is_file():
             return cls(_read_text(own), str(own), config, is_own=True)
         source = config.get("chat_template")
@@ -271,14 +250,11 @@ class ChatTemplate:
         values: dict[str, Any] = {"messages": messages, "tools": tools or None, "documents": None}
         values |= {"add_generation_prompt": prompts, **self.tokens}
         answer = RENDERER.render(self.source, values)
-        if "invalid" in answer:
-            raise DataError(f"{self.name} is not a valid chat template: {answer['invalid']}")
         if "error" in answer:
             start = next((str(m.get("content", "")) for m in messages), "")[:60]
             raise DataError(
                 f"the chat template ({self.name}) cannot render a conversation that begins with "
-                f"{start!r}: {answer['error']}; correct the conversation, or choose another "
-                "data.template"
+                f"{start!r}: {answer['error']}; correct it, or choose another data.template"
             )
         return answer["text"]
 
@@ -356,9 +332,8 @@ class Chat:
         if template.source == CHATML and missing:
             raise DataError(
                 f"the chat template ChatML needs {' and '.join(CHATML_TOKENS)} as special tokens, "
-                f"and the tokenizer has no {missing[0]}: put the chat template of the tokenizer "
-                "beside it (tokenizer_config.json), or name one: data.template in training, "
-                "--template for text"
+                f"and the tokenizer has no {missing[0]}: put its own chat template beside it "
+                "(tokenizer_config.json), or name one with data.template or --template"
             )
         self.tokenizer = tokenizer
         self.template = template
@@ -370,14 +345,13 @@ class Chat:
         path = folder / "tokenizer.json"
         return cls(Tokenizer.load(path), ChatTemplate.chosen(template, path))
 
-    def prompt_ids(self, messages: Messages, tools: list[Any] | None = None) -> list[int]:
+    def prompt_ids(self, messages: Messages) -> list[int]:
         """The ids of a conversation up to where the assistant's next answer begins."""
         try:
             guarded = self._specials.guard(checked(messages))
         except NotAConversation as error:
             raise DataError(f"these messages are no conversation: {error}") from None
-        text = self.template.render(guarded, self._specials.guard(tools), prompts=True)
-        text = text.translate(_UNMARKED)
+        text = self.template.render(guarded, prompts=True).translate(_UNMARKED)
         encoded = self.tokenizer.encode_measured(self._parts(text), rendered=True)
         return [int(i) for part in encoded for i in part.ids]
 
@@ -404,9 +378,9 @@ class Chat:
         flat = iter(self.tokenizer.encode_measured(every, rendered=True))
         found = []
         for (text, spans), own in zip(rendered, parts, strict=True):
-            is_answer = np.full(len(text) + 1, learn_all)  # the last is for what ends before it
+            is_answer = np.zeros(len(text) + 1, np.uint8)  # the last is for what ends before it
             for start, stop in spans:
-                is_answer[start:stop] = True
+                is_answer[start:stop] = 1
             is_answer = np.delete(is_answer, [guard.start() for guard in re.finditer(GUARD, text)])
             encoded = [next(flat) for _ in own]
             ids, sizes = (np.concatenate([part[n] for part in encoded]) for n in range(2))
@@ -414,7 +388,7 @@ class Chat:
             # A token belongs to where its last character stands.
             before = np.cumsum([0, *map(len, own)])[:-1]
             lasts = [at + part.ends - 1 for at, part in zip(before, encoded, strict=True)]
-            learned = is_answer[np.concatenate(lasts)].astype(np.uint8)
+            learned = None if learn_all else is_answer[np.concatenate(lasts)]
             found.append(Encoded(text.replace(GUARD, ""), ids, sizes, learned))
         return found
 
@@ -454,26 +428,23 @@ class Chat:
     def _marked(self, text: str, messages: Messages) -> tuple[str, Spans]:
         """Answers as the template marks them."""
         answers = [message for message in messages if message["role"] == ASSISTANT]
-        pieces = text.split(BEGIN)
-        if len(pieces) - 1 != len(answers) or any(piece.count(END) != 1 for piece in pieces[1:]):
+        marks = [*re.finditer(f"{BEGIN}[^{BEGIN}{END}]*{END}", text)]
+        if not len(marks) == text.count(BEGIN) == len(answers):
             raise DataError(
-                f"the chat template ({self.template.name}) marks {len(pieces) - 1} answers of "
-                f"{len(answers)} with {{% generation %}}: correct it, or choose another "
-                "data.template"
+                f"the chat template ({self.template.name}) marks {text.count(BEGIN)} answers of "
+                f"{len(answers)} with {{% generation %}}: correct it, or set another data.template"
             )
-        spans, plain = [], pieces[0]
-        for message, piece in zip(answers, pieces[1:], strict=True):
-            answer, rest = piece.split(END)
-            if is_learned(message):
-                spans.append((len(plain), len(plain) + len(answer)))
-            plain += answer + rest
-        return plain, spans
+        spans = [
+            (mark.start() - 2 * number, mark.end() - 2 * number - 2)  # where no marks are
+            for number, (mark, message) in enumerate(zip(marks, answers, strict=True))
+            if is_learned(message)
+        ]
+        return text.translate(_UNMARKED), spans
 
     def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
-        """Behind the special token that follows the content of a message, if one does.
-
-        A mark at the end of that content shows where it is. Some templates end a conversation with
-        a token more, or write the last answer in another way: what follows is of no help.
+        """Behind the special token that follows the content of a message, if one does. A mark at
+        the end of that content shows where it is. Some templates end a conversation with a token
+        more, or write the last answer in another way: what follows is of no help.
         """
         message = messages[number]
         if message.get("tool_calls"):
@@ -498,7 +469,6 @@ class Chat:
     def _unclear(self, why: str) -> DataError:
         return DataError(
             f"the chat template ({self.template.name}) does not show which tokens are the "
-            f"assistant's: {why}. Put {{% generation %}} and {{% endgeneration %}} around the "
-            "answer in a copy of it and name that with data.template, set data.template = "
-            '"chatml", or learn from all tokens with data.learn = "all"'
+            f"assistant's: {why}. Put {{% generation %}} and {{% endgeneration %}} around them "
+            'in a copy of it for data.template, or set that to "chatml", or data.learn to "all"'
         )

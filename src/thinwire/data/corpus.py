@@ -30,8 +30,7 @@ from thinwire.data.tokenizer import Tokenizer
 from thinwire.errors import DataError
 from thinwire.folders import flush, partial_folder, put_in_place, replace_file, write_file
 
-Progress = Callable[[str, int, int], None]
-"""Gets the phase, and the bytes read so far and in all."""
+Progress = Callable[[str, int, int], None]  # gets the phase, and the bytes read so far and in all
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -72,12 +71,9 @@ class Corpus:
             dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
 
             def mapped(name: str, kind: Any) -> Any:
-                """The values in one of the files, where the corpus has it."""
                 is_there = name in manifest["files"]
                 return np.memmap(folder / name, dtype=kind, mode="r") if is_there else None
 
-            # It was a fact of its own once: such a corpus is not made again.
-            lost = [f"the tokenizer {manifest['lost']}"] if manifest.get("lost") else []
             return cls(
                 folder=folder,
                 fingerprint=manifest["fingerprint"],
@@ -90,12 +86,10 @@ class Corpus:
                 documents=int(manifest["documents"]),
                 train_learned=mapped("train.loss", np.uint8),
                 valid_learned=mapped("valid.loss", np.uint8),
-                notes=(*map(str, manifest.get("remarks", [])), *lost),
+                notes=tuple(map(str, manifest.get("remarks", []))),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _damaged(folder, f"its {MANIFEST} is not usable ({error!r})") from error
-        except OSError as error:
-            raise _damaged(folder, f"{error}") from error
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(folder, f"{type(error).__name__}: {error}") from error
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of these ids; None for token shards that came without one."""
@@ -128,11 +122,10 @@ def found_or_made(
     read: Callable[[], tuple[str, Callable[[Path], None]]],
     how: Any = "",
 ) -> Corpus:
-    """Open the corpus for the content of these files and the settings in `key`.
-
-    The content decides, so moved or touched files are the same data: `read` gives a hash of it and
-    a function that makes the folder. Files that have not changed, by size and times, since they
-    were last read in the same way, `how`, are not read again for that; None: they always are.
+    """Open the corpus for the content of these files and the settings in `key`. `read` gives a hash
+    of the content, so that moved or touched files are the same data, and a function that makes the
+    folder. Files that have not changed, by size and times, since they were last read in the same
+    way, `how`, are not read again for that; None: they always are.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
@@ -175,23 +168,22 @@ def write_corpus(
     template: ChatTemplate | None = None,
     remarks: Callable[[], list[str]] = list,
 ) -> None:
-    """Write a corpus beside `folder` and rename it there at the end, or leave nothing.
-
-    `remarks` are asked for once all chunks are there.
+    """Write a corpus beside `folder` and rename it there at the end, or leave nothing; `remarks`
+    are asked for once all chunks are there.
     """
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
-    streams: dict[str, IO[bytes]] = {}
-    hashes: dict[str, Any] = {}
+    written: dict[str, tuple[IO[bytes], Any]] = {}  # the file and a hash of it
     valid_bytes = 0
     try:
         with partial_folder(folder.parent, folder.name) as partial, ExitStack() as held:
 
             def append(name: str, content: bytes) -> None:
-                if name not in streams:
-                    streams[name] = held.enter_context((partial / name).open("wb"))
-                    hashes[name] = hashlib.blake2b(digest_size=16)
-                streams[name].write(content)
-                hashes[name].update(content)
+                if name not in written:
+                    opened = held.enter_context((partial / name).open("wb"))
+                    written[name] = opened, hashlib.blake2b(digest_size=16)
+                stream, content_hash = written[name]
+                stream.write(content)
+                content_hash.update(content)
 
             for side in SIDES:
                 append(f"{side}.bin", b"")
@@ -208,7 +200,7 @@ def write_corpus(
                 if learned is not None:
                     append(f"{side}.loss", learned.astype(np.uint8).tobytes())
             for side in SIDES:
-                if streams[f"{side}.bin"].tell() == 0:
+                if written[f"{side}.bin"][0].tell() == 0:
                     raise DataError(
                         f"no tokens for {side}: the corpus is too small to be split, or all of it "
                         "is in data.valid_path as well"
@@ -217,7 +209,7 @@ def write_corpus(
                 append(TOKENIZER, tokenizer.json().encode())
             if template is not None:
                 append(CONFIG, template.json().encode())
-            hashed = {name: each.hexdigest() for name, each in hashes.items()}
+            hashed = {name: each.hexdigest() for name, (_, each) in written.items()}
             facts = {
                 "source": source,
                 "documents": documents,
@@ -230,7 +222,7 @@ def write_corpus(
             }
             held.close()
             files = {}
-            for path in (partial / name for name in streams):
+            for path in (partial / name for name in written):
                 flush(path)
                 files[path.name] = {"bytes": path.stat().st_size, "sample": _sample(path)}
             said = {"format": FORMAT, **facts, "fingerprint": _fingerprint(facts), "files": files}

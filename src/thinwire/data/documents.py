@@ -33,19 +33,15 @@ _RANGE = 1 << 64
 SHORTEST_TAIL_BYTES = 16_384
 
 
-Document = tuple[str, bool]
-"""A text, and whether it was given for validation."""
-Piece = tuple[str, bool]
-"""A text or a part of one, and whether the text ends here."""
-Group = tuple[Callable[[], Iterator[SourceRecord]], int]
-"""Where to read records, and how far that goes, in whatever their positions count."""
+Document = tuple[str, bool]  # a text, and whether it was given for validation
+Piece = tuple[str, bool]  # a text or a part of one, and whether the text ends here
+Group = tuple[Callable[[], Iterator[SourceRecord]], int]  # records to read, and how far they go
 
 
 class Texts:
     """Plain texts: of a group of records to train on, and of one to validate on."""
 
-    whole = False
-    """Whether a document must stay in one piece."""
+    whole = False  # whether a document must stay in one piece
 
     def __init__(
         self, groups: list[Group], key: str = "text", template: ChatTemplate | None = None
@@ -59,9 +55,8 @@ class Texts:
         self._lost: Counter[str] = Counter()  # of these
 
     def read(self, told: Callable[[int], None] = lambda done: None) -> Iterator[Document]:
-        """All documents, those to train on first.
-
-        `told` hears in about 200 steps how far reading has come, if that is known.
+        """All documents, those to train on first; `told` hears in about 200 steps how far reading
+        has come, if that is known.
         """
         before = due = 0
         for number, (records, size) in enumerate(self._groups):
@@ -101,11 +96,9 @@ class Texts:
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]]
     ) -> Iterator[TokenChunk]:
-        """The ids of every (side, document) in turn, each followed by the end of text.
-
-        A tokenizer may lack some characters or bytes, and leaves them out silently: what does not
-        come back from the ids is counted. A text over 128,000 characters comes in pieces that meet
-        at line ends.
+        """The ids of every (side, document) in turn, each followed by the end of text. A long text
+        comes in pieces that meet at line ends. What a tokenizer lacks it leaves out silently: so
+        the characters that do not come back from the ids are counted.
         """
 
         def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
@@ -140,14 +133,14 @@ class Texts:
                 parts.append(last)
         columns = zip(*parts, strict=True)
         joined: Any = (c[0] if c[0] is None else np.concatenate(c) for c in columns)
-        return TokenChunk(side, *joined)
+        ids, sizes, learned = joined
+        return TokenChunk(side, ids, sizes if side == "valid" else None, learned)
 
     def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
         if side == "train":
-            found = zip(texts, tokenizer.encode_all(texts), strict=True)
-            return [Encoded(text, ids) for text, ids in found]
-        measured = zip(texts, tokenizer.encode_measured(texts), strict=True)
-        return [Encoded(text, ids, sizes) for text, (ids, sizes, _) in measured]
+            return list(map(Encoded, texts, tokenizer.encode_all(texts)))
+        measured = tokenizer.encode_measured(texts)
+        return [Encoded(text, *found[:2]) for text, found in zip(texts, measured, strict=True)]
 
 
 class Conversations(Texts):
@@ -185,7 +178,7 @@ class Conversations(Texts):
         return conversation.json()
 
     def texts(self, document: str) -> list[str]:
-        return Conversation.from_json(document).texts
+        return [message["content"] for message in Conversation.from_json(document).messages]
 
     def remarks(self) -> list[str]:
         forms = ", ".join(f"{count:,} {form}" for form, count in self._forms.most_common())
@@ -199,9 +192,7 @@ class Conversations(Texts):
 
     def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
         talks = [Conversation.from_json(text) for text in texts]
-        found = Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
-        found = found if side == "valid" else [each._replace(sizes=None) for each in found]
-        return [each._replace(learned=None) for each in found] if self._learn_all else found
+        return Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
 
 
 class DocumentHash(NamedTuple):
@@ -214,7 +205,7 @@ class DocumentHash(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "DocumentHash":
-        """Hash a text."""
+        """That of a text."""
         raw = text.encode()
         digest = hashlib.blake2b(raw, digest_size=16, key=_KEY).digest()
         place, sample = struct.unpack("<QQ", digest)
@@ -224,16 +215,14 @@ class DocumentHash(NamedTuple):
 class ValidationSplit:
     """Sends each document to "train" or "valid", or the end of a long one to "valid".
 
-    The content alone decides, so an exact copy of a validation document, anywhere in the corpus,
-    never trains. Documents come with a flag that says whether they were given for validation
-    (data.valid_path). Without any, validation is every document with a place below a threshold.
-    Where that would leave a side empty, the threshold moves just enough for one document to change
-    sides: the lowest to validation, or the highest to training.
+    The content alone decides, so an exact copy of a validation document never trains. Unless some
+    were given for validation (data.valid_path), every document with a place below a threshold
+    validates. Where that would leave a side empty, the threshold moves just enough for one document
+    to change sides: the lowest to validation, or the highest to training.
     """
 
     def __init__(self, documents: Iterable[Document], fraction: float, whole: bool = False) -> None:
         """Read every document once, in constant memory but for `given`; an empty corpus is refused.
-
         `whole` keeps every document in one piece, however long it is.
         """
         self.documents = self.size = highest = 0  # size: UTF-8 bytes of those not given
@@ -246,15 +235,13 @@ class ValidationSplit:
                 continue
             self.size += document.size
             lowest, highest = min(lowest, document.place), max(highest, document.place)
-        self.content = self._last_content
-        """A hash of all documents in order, and of which were given for validation."""
+        self.content = self._last_content  # a hash of all documents in order, side by side
         if self.size == 0:
             raise DataError("the corpus is empty: its files hold only white space; check data.path")
         self._is_one = lowest == highest
         if whole and self._is_one and not self.given:
             raise DataError(
-                "the corpus is a single conversation: there must be another one to validate on; "
-                "add some, or set data.valid_path"
+                "the corpus is a single conversation: add others, or set data.valid_path"
             )
         self._whole = whole
         self._fraction = fraction

@@ -10,8 +10,7 @@ import numpy as np
 
 from thinwire.errors import DataError
 
-MASKED = -100
-"""The target of a position from whose next token nothing is learned, as torch has it."""
+MASKED = -100  # the target of a position from whose next token nothing is learned, as torch has it
 _ROUNDS = 8
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd 64-bit multipliers that spread bits well
 
@@ -26,10 +25,9 @@ class Batch:
 
 
 class Windows:
-    """A side of a corpus in windows of `context` tokens that do not overlap.
-
-    `learned` says of each token whether it is learned; without it all are. A window without a
-    token to learn is none: it would cost as much as any other and teach nothing.
+    """A side of a corpus in windows of `context` tokens that do not overlap. `learned` says of each
+    token whether it is learned; without it all are. A window without a token to learn is none: it
+    would cost as much as any other and teach nothing.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):
@@ -124,10 +122,9 @@ class Order(Shuffled):
 
 class Validation:
     """Microbatches of validation windows, spread evenly over all there are, the same every time.
-
-    `limit` is how many microbatches there shall be (0: all that can be filled). All have the
-    same size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one
-    smaller microbatch. Nothing is read before it is asked for.
+    `limit` is how many microbatches there shall be (0: all that can be filled). All have the same
+    size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one smaller
+    microbatch. Nothing is read before it is asked for.
     """
 
     def __init__(
@@ -141,10 +138,9 @@ class Validation:
         self._windows = Windows(tokens, context, learned)
         windows = self._windows.count
         if windows < 1:
-            short = f"it has {len(tokens)} tokens, {context + 1} are needed; lower the context or"
-            why = f"{self._windows};" if self._windows.all else short
             raise DataError(
-                f"nothing to validate on: {why} raise data.valid_fraction, or use a larger corpus"
+                f"nothing to validate on: {self._windows}; lower the context, raise "
+                "data.valid_fraction, or use a larger corpus"
             )
         self.size = min(batch, windows)
         count = windows // self.size

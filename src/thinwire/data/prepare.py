@@ -10,13 +10,7 @@ from thinwire.data.chat import CHATML, CHATML_TOKENS, ChatTemplate, form_of
 from thinwire.data.corpus import Corpus, Progress, TokenChunk, found_or_made, write_corpus
 from thinwire.data.documents import Conversations, Document, Group, Texts, ValidationSplit
 from thinwire.data.shards import changed, find_shards
-from thinwire.data.sources import (
-    HubDataset,
-    SourceFile,
-    read_records,
-    stdlib_files,
-    text_files,
-)
+from thinwire.data.sources import HubDataset, SourceFile, read_records, stdlib_files, text_files
 from thinwire.data.tokenizer import RESERVED, SMALLEST_VOCAB, Tokenizer, check_trainable
 from thinwire.errors import ConfigError, DataError
 from thinwire.paths import expanded
@@ -59,17 +53,12 @@ class DataConfig:
 def prepare(
     config: DataConfig, vocab: int, cache: str | Path, progress: Progress = lambda *done: None
 ) -> Corpus:
-    """Make the corpus of these settings under `cache`, or find it there, and open it.
-
-    `vocab` is the number of ids that the model has.
+    """Make the corpus of these settings under `cache`, or find it there, and open it. `vocab` is
+    the number of ids that the model has.
     """
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    if tokenizer is not None and tokenizer.vocab_size > vocab:
-        raise DataError(
-            f"the tokenizer {config.tokenizer} has {tokenizer.vocab_size} entries, model.vocab "
-            f"is {vocab}: set model.vocab to at least {tokenizer.vocab_size} or choose a "
-            "smaller tokenizer"
-        )
+    if tokenizer is not None:
+        _check_room(tokenizer, vocab)
     build = _token_shards if config.source == "tokens" else _documents
     return build(config, vocab, Path(cache), tokenizer, progress)
 
@@ -101,7 +90,6 @@ def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, 
             skip = is_stdlib and number == 0
             records = partial(read_records, group, "" if is_chat else key, skip)
             groups.append((records, sum(file.size for file in group)))
-        how = how if is_chat else key
     tokenizer = expanded(config.tokenizer, "data.tokenizer") if config.tokenizer else None
     if is_chat:
         template = ChatTemplate.chosen(config.template, tokenizer)
@@ -126,14 +114,7 @@ def _documents(
         special = wanted if vocab >= SMALLEST_VOCAB + len(wanted) else special
     elif special:
         tokenizer = tokenizer.with_special(special)
-        if tokenizer.vocab_size > vocab:
-            raise DataError(
-                f"the chat template needs the special tokens {', '.join(special)}, which the "
-                f"tokenizer lacks, and model.vocab = {vocab} has no room for them: set it to at "
-                f"least {tokenizer.vocab_size} (with --init-from the weights grow by the rows of "
-                "the new tokens), or put the tokenizer's own chat template beside it "
-                "(tokenizer_config.json)"
-            )
+        _check_room(tokenizer, vocab, f", with {', '.join(special)} of the chat template")
 
     def documents(phase: str) -> Iterator[Document]:
         return of.read(lambda done: report(phase, done, of.size))
@@ -204,6 +185,14 @@ def _key(config: DataConfig, encoding: str) -> list[Any]:
     return [config.source, encoding, "valid_path" if is_given else config.valid_fraction]
 
 
+def _check_room(tokenizer: Tokenizer, vocab: int, added: str = "") -> None:
+    if (size := tokenizer.vocab_size) > vocab:
+        raise DataError(
+            f"the tokenizer has {size} entries{added}, model.vocab is {vocab}: set model.vocab to "
+            f"at least {size} (weights of --init-from grow), or use another tokenizer or template"
+        )
+
+
 def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int) -> None:
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         raise DataError(
@@ -212,6 +201,5 @@ def _check_ids(largest: int, where: str, tokenizer: Tokenizer | None, vocab: int
         )
     if largest >= vocab:
         raise DataError(
-            f"{where} holds token id {largest}, model.vocab is {vocab}: "
-            f"set model.vocab to at least {largest + 1}"
+            f"{where} holds token id {largest}, model.vocab is {vocab}: set at least {largest + 1}"
         )

@@ -10,13 +10,11 @@ import atexit
 import contextlib
 import functools
 import json
-import math
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from datetime import date
 from types import FrameType
 from typing import Any
@@ -40,9 +38,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, source: str, values: dict[str, Any]) -> dict[str, str]:
-        """The `text` of a template with these values, or why there is none: it is `invalid`, or
-        meets an `error`.
-        """
+        """The `text` of a template with these values, or the `error` for which there is none."""
         request = json.dumps({"source": source, "values": values}, default=str).encode()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -54,20 +50,18 @@ class Renderer:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for the process that asks
                 )
-            asked, answers, line = self._process.stdin, self._process.stdout, b""
+            asked, answers = self._process.stdin, self._process.stdout
             assert asked is not None and answers is not None
+            answer = {"error": TOO_MUCH}
             try:
                 asked.write(request + b"\n")
                 asked.flush()
-                line = answers.readline()
-            except OSError:
+                answer = json.loads(answers.readline())
+            except (OSError, ValueError):
                 pass  # it has ended
-            except BaseException:  # such as Ctrl-C: this answer must not be taken for the next one
-                self.close()
-                raise
-            answer: dict[str, str] = json.loads(line) if line else {"error": TOO_MUCH}
-            if answer.get("error") == TOO_MUCH:
-                self.close()  # what was taken may not be given back
+            finally:  # also by Ctrl-C: this answer must not be taken for the next one
+                if answer.get("error") == TOO_MUCH:
+                    self.close()  # what was taken may not be given back
             return answer
 
     def close(self) -> None:
@@ -83,9 +77,8 @@ atexit.register(RENDERER.close)
 
 
 def _limit_memory() -> None:
-    """End a template that takes too much memory: by a limit, or by looking while it computes.
-
-    On Linux the peak of memory is no measure: a process begins with that of whoever started it.
+    """End a template that takes too much memory: by a limit, or by looking while it computes. On
+    Linux the peak of memory is no measure: a process begins with that of whoever started it.
     """
 
     def look(number: int, frame: FrameType | None) -> None:
@@ -93,8 +86,8 @@ def _limit_memory() -> None:
             raise MemoryError
 
     if sys.platform == "darwin":  # which does not know the limit
-        signal.signal(signal.SIGPROF, look)
-        signal.setitimer(signal.ITIMER_PROF, _LOOK_SECONDS, _LOOK_SECONDS)
+        signal.signal(signal.SIGVTALRM, look)
+        signal.setitimer(signal.ITIMER_VIRTUAL, _LOOK_SECONDS, _LOOK_SECONDS)
     else:
         with contextlib.suppress(OSError, ValueError):  # there is a lower one
             resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
@@ -104,9 +97,9 @@ def _limit_memory() -> None:
 def main(seconds: int) -> None:
     """Answer requests until the input ends; the system ends a process that computes too long."""
     _limit_memory()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may have ignored it
     for line in sys.stdin.buffer:
-        most, (_, hard) = time.process_time() + seconds, resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(most), hard))
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         request = json.loads(line)
         answer = _answer(request["source"], request["values"])
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
@@ -114,13 +107,9 @@ def main(seconds: int) -> None:
 
 
 def _answer(source: str, values: dict[str, Any]) -> dict[str, str]:
-    from jinja2 import TemplateSyntaxError
-
     try:
         text = str(_compiled(source).render(**values))
         return {"text": text} if len(text) <= MOST_TEXT else {"error": TOO_MUCH}
-    except TemplateSyntaxError as error:
-        return {"invalid": str(error)}
     except MemoryError:
         return {"error": TOO_MUCH}
     except Exception as error:  # a template may stumble over anything

@@ -30,25 +30,21 @@ class TokenShard:
 
     file: SourceFile
     dtype: np.dtype
-    end_of_text: int
-    """The id that its writers put between documents."""
+    end_of_text: int  # the id that its writers put between documents
     offset: int
     count: int
 
     def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """The ids [start, stop), a few million at a time.
-
-        They are read, not mapped: a mapped file that becomes shorter kills the process.
+        """The ids [start, stop), a few million at a time. They are read, not mapped: a mapped file
+        that becomes shorter kills the process.
         """
-        size = self.dtype.itemsize
-        with reading(self.file.path), self.file.path.open("rb") as stream:
-            stream.seek(self.offset + start * size)
-            for at in range(start, stop, _CHUNK):
-                count = min(_CHUNK, stop - at)
-                raw = stream.read(count * size)
-                if len(raw) < count * size:
-                    raise changed(self.file.path)
-                yield np.frombuffer(raw, dtype=self.dtype)
+        for at in range(start, stop, _CHUNK):
+            count, offset = min(_CHUNK, stop - at), self.offset + at * self.dtype.itemsize
+            with reading(self.file.path):
+                ids = np.fromfile(self.file.path, self.dtype, count, offset=offset)
+            if len(ids) < count:
+                raise changed(self.file.path)
+            yield ids
 
 
 class Shards:
@@ -90,9 +86,8 @@ class Shards:
         return hashlib.blake2b(f"{self.counts} tokens".encode(), digest_size=16)
 
     def validation_start(self, fraction: float, end_of_text: int | None) -> int:
-        """Where validation begins: with its shards, or with the last `fraction` of the others.
-
-        That moves to just after the nearest end of text, if one is near.
+        """Where validation begins: with its shards, or with the last `fraction` of the others. That
+        moves to just after the nearest end of text, if one is near.
         """
         total, given = self.counts
         if given:
@@ -110,16 +105,14 @@ class Shards:
 
 
 def find_shards(path: str, valid_path: str = "") -> Shards:
-    """The shards at `path`: one file, or a folder of `*train*.bin` and `*val*.bin`.
-
-    A folder whose .bin files name neither is taken as training shards throughout. With
-    `valid_path` the validation shards are those found there, in the same way, and no others.
+    """The shards at `path`: one file, or a folder of `*train*.bin` and `*val*.bin`. A folder whose
+    .bin files name neither is taken as training shards throughout. With `valid_path` the validation
+    shards are those found there, in the same way, and no others.
     """
     train, valid = _by_side(path, "data.path")
     if not train:
         raise DataError(
-            f"no training shards (*train*.bin) in {path}, only "
-            f"{', '.join(file.name for file in valid[:4])}"
+            f"no training shards (*train*.bin) in {path}, only {', '.join(f.name for f in valid)}"
         )
     if valid_path:
         others, named = _by_side(valid_path, "data.valid_path")
@@ -127,8 +120,7 @@ def find_shards(path: str, valid_path: str = "") -> Shards:
         both = {file.path.resolve() for file in train} & {file.path.resolve() for file in valid}
         if both:
             raise DataError(
-                f"{min(both)} is in data.path and in data.valid_path: validation data must not be "
-                "trained on"
+                f"{min(both)} is in data.path and in data.valid_path: validate on other data"
             )
     return Shards([*map(open_shard, train)], [*map(open_shard, valid)])
 
@@ -150,9 +142,8 @@ def _by_side(path: str, setting: str) -> tuple[list[SourceFile], list[SourceFile
 
 def open_shard(file: SourceFile) -> TokenShard:
     """Read the header, if there is one, and check that the file is as long as it says."""
-    with reading(file.path), file.path.open("rb") as stream:
-        start = stream.read(HEADER_BYTES)
-    header = np.frombuffer(start[: len(start) // 4 * 4], dtype="<i4").tolist()
+    with reading(file.path):
+        header = np.fromfile(file.path, "<i4", HEADER_INTS).tolist()
     kind, end_of_text = WITH_HEADER.get((*header[:2],), ("", 0))
     if not kind:
         # A number and then a kilobyte of zeros is a header, not the beginning of a raw shard.

@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -95,9 +95,8 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def text_files(path: str, setting: str = "data.path", source: str = "text") -> list[SourceFile]:
-    """The supported files at `path`, a file or a folder read recursively.
-
-    In a folder, other kinds of files and hidden names (".git") are left out.
+    """The supported files at `path`, a file or a folder read recursively. In a folder, other kinds
+    of files and hidden names (".git") are left out.
     """
     root = existing(path, source, setting)
     kinds = CHAT_KINDS if source == "chat" else TEXT_KINDS
@@ -140,23 +139,20 @@ def source_file(root: Path, name: str = "") -> SourceFile:
 
 def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:
     """Relative paths under `root` of which every part is visible and `belongs`, sorted by parts.
-
     Symbolic links are followed, since download caches are made of them.
     """
 
-    def inside(folder: Path, parents: list[tuple[int, int]]) -> Iterator[str]:
+    def inside(folder: Path, parents: list[os.stat_result]) -> Iterator[str]:
         with reading(folder):
-            status = folder.stat()
+            here = folder.stat()
             names = [n for n in os.listdir(folder) if not n.startswith(".") and belongs(n)]
-        identity = (status.st_dev, status.st_ino)
-        if identity in parents:
+        if any(os.path.samestat(here, parent) for parent in parents):
             raise DataError(
-                f"{folder} is a symbolic link to a folder that contains it, an endless loop: "
-                "remove the link"
+                f"{folder} is a symbolic link to a folder that contains it, a loop: remove it"
             )
         for path in (folder / name for name in names):
             if os.path.isdir(path):
-                yield from inside(path, [*parents, identity])
+                yield from inside(path, [*parents, here])
             else:
                 yield str(path.relative_to(root))
 
@@ -165,25 +161,35 @@ def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list
 
 @contextmanager
 def reading(
-    path: Path,
+    place: Path | str,
     broken: tuple[type[Exception], ...] = (OSError,),
     advice: str = "repair or remove it, or choose another data.path",
 ) -> Iterator[None]:
-    """Turn what a reader raises at a file or folder that it cannot read into a DataError."""
+    """Turn what a reader raises where it cannot read into a DataError."""
     try:
         yield
+    except ThinwireError:
+        raise
     except broken as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}; {advice}") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise DataError(f"cannot read {place}: {reason}; {advice}") from error
+
+
+def read_json(path: Path, advice: str = "repair it, or fetch it again") -> dict[str, Any]:
+    """The object in a JSON file; DataError where there is none."""
+    with reading(path, (OSError, ValueError, RecursionError), advice):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+    return found
 
 
 def read_records(
     files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
 ) -> Iterator[SourceRecord]:
-    """The records of all files in order; positions go on from file to file.
-
-    With a `text_key` files may be plain text, which is read as records that have it under this key,
-    and of Parquet this column alone is read.
+    """The records of all files in order; positions go on from file to file. With a `text_key` files
+    may be plain text, which is read as records that have it under this key, and of Parquet this
+    column alone is read.
     """
     before = 0
     for file in files:
@@ -237,10 +243,8 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    try:
+    with reading(where, (ValueError, RecursionError), "repair or remove it"):
         return json.loads(text.removeprefix(codecs.BOM_UTF8).decode())
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); repair or remove it") from error
 
 
 def _parquet_rows(
@@ -253,30 +257,29 @@ def _parquet_rows(
             shutil.copyfileobj(stream, on_disk)
             on_disk.seek(0)
             stream = on_disk
-        try:
+        with reading(file.path, (pyarrow.ArrowException,), "repair or remove it"):
             table = parquet.ParquetFile(stream)
             columns = table.schema_arrow.names
             if text_key and text_key not in columns:
                 raise DataError(
-                    f'{file.path} has no column "{text_key}"; its columns: {", ".join(columns)}; '
-                    "set data.text_key to the column of the text"
+                    f'{file.path} has no column "{text_key}", but {", ".join(columns)}: set '
+                    "data.text_key to the one of the text"
                 )
-            rows = size = 0
-            only = [text_key] if text_key else None
-            for batch in table.iter_batches(batch_size=_ROWS, columns=only):
-                # One at a time: a short file can hold long texts.
-                for index in range(batch.num_rows):
-                    (values,) = batch.slice(index, 1).to_pylist()
-                    rows += 1
-                    length = _length(values)
-                    size += length
-                    where = f"{file.path}, row {rows}"
-                    _refuse_longer(length, where)
-                    _refuse_bomb(file, size)  # a text that is repeated is stored once
-                    at = file.size * rows // table.metadata.num_rows
-                    yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
-        except pyarrow.ArrowException as error:
-            raise DataError(f"cannot read {file.path} as Parquet: {error}") from error
+            size, only = 0, [text_key] if text_key else None
+            # One row at a time: a short file can hold long texts.
+            rows = (
+                batch.slice(index, 1)
+                for batch in table.iter_batches(batch_size=_ROWS, columns=only)
+                for index in range(batch.num_rows)
+            )
+            for number, row in enumerate(rows, 1):
+                size += row.nbytes
+                where = f"{file.path}, row {number}"
+                _refuse_longer(row.nbytes, where)
+                _refuse_bomb(file, size)  # a text that is repeated is stored once
+                at = file.size * number // table.metadata.num_rows
+                (values,) = row.to_pylist()
+                yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
 
 
 def no_nulls(value: Any) -> Any:
@@ -284,15 +287,6 @@ def no_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: no_nulls(item) for key, item in value.items() if item is not None}
     return [no_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _length(value: Any) -> int:
-    """Characters of all texts in a value."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_length, value.values()))
-    return sum(map(_length, value)) if isinstance(value, list) else 0
 
 
 def _refuse_longer(size: int, where: str) -> None:
@@ -360,25 +354,19 @@ class _Limited(io.RawIOBase):
     """Chunks as a stream, which ends in an error once it is far longer than the packed file."""
 
     def __init__(self, chunks: Iterator[bytes], file: SourceFile) -> None:
-        self._chunks = chunks
-        self._file = file
-        self._waiting = memoryview(b"")
-        self._done = 0
+        self._chunks, self._file = chunks, file
+        self._waiting, self._done = memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._waiting:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
+        while not self._waiting and (chunk := next(self._chunks, None)) is not None:
             self._done += len(chunk)
             _refuse_bomb(self._file, self._done)
             self._waiting = memoryview(chunk)
         count = min(len(buffer), len(self._waiting))
-        buffer[:count] = self._waiting[:count]
-        self._waiting = self._waiting[count:]
+        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
         return count
 
 
@@ -400,10 +388,9 @@ def _refuse_bomb(file: SourceFile, size: int) -> None:
     limit = max(ALWAYS_ALLOWED_BYTES, LARGEST_RATIO * file.size)
     if size > limit:
         raise DataError(
-            f"{file.path} has {file.size:,} bytes and unpacks to more than {limit:,}: a file that "
-            f"grows to over {LARGEST_RATIO} times its size (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) "
-            "is treated as a decompression bomb. If you trust it, decompress it first (.parquet: "
-            "to .jsonl)"
+            f"{file.path} unpacks to more than {limit:,} bytes. What grows to over {LARGEST_RATIO} "
+            f"times its size (and {ALWAYS_ALLOWED_BYTES >> 20} MiB) is taken for a decompression "
+            "bomb: if you trust it, decompress it first (.parquet: to .jsonl)"
         )
 
 
@@ -413,8 +400,7 @@ class HubDataset:
     def __init__(self, place: str, split: str) -> None:
         if not place:
             raise DataError(
-                'data.source = "hf" needs data.path: a dataset on the Hugging Face hub '
-                "(NAME or NAME:CONFIG), or the folder of one"
+                'data.source = "hf" needs data.path: NAME or NAME:CONFIG on the hub, or a folder'
             )
         self._place, self._split = place, split
         folder = expanded(place, "data.path")
@@ -425,12 +411,9 @@ class HubDataset:
         self._name, _, self._revision = name.partition("@")
         self._commit = self._newest() if self._folder is None else None
         self.files = [source_file(folder, name) for name in walk(folder)] if self._folder else []
-        """Of a local dataset; none of one on the hub."""
-        self.identity: list[str] | None = ["folder", split]
-        """What is the same as long as the records are, beside `files`; None if that is unknown."""
-        if self._folder is None:
-            known = [self._name, self._revision, self._config, self._commit or "", split]
-            self.identity = known if self._commit else None
+        # What is the same as long as the records are, beside these files; None if that is unknown.
+        known = [self._name, self._revision, self._config, self._commit, split]
+        self.identity = ["folder", split] if self._folder else known if self._commit else None
 
     def records(self) -> Iterator[SourceRecord]:
         """The records in order."""
@@ -465,20 +448,16 @@ class HubDataset:
             return saved
         if self._split not in saved:
             raise DataError(
-                f'{self._place} has no split "{self._split}"; it has {", ".join(saved)}: set '
+                f'{self._place} has no split "{self._split}", only {", ".join(saved)}: set '
                 "data.split to one of them"
             )
         return saved[self._split]
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except ThinwireError:
-            raise
-        except Exception as error:  # the libraries raise whatever readers and the network raise
-            raise DataError(
-                f"the dataset {self._place} cannot be read: {first_line(error)}; check data.path "
-                "and data.split, and that this machine can reach the Hugging Face hub. A dataset "
-                "in a local folder needs no network"
-            ) from error
+    def _reading(self) -> AbstractContextManager[None]:
+        # The libraries raise whatever readers and the network raise.
+        return reading(
+            self._place,
+            (Exception,),
+            "check data.path and data.split, and that this machine can reach the Hugging Face hub. "
+            "A dataset in a local folder needs no network",
+        )

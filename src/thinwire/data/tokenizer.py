@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from thinwire.background import on_daemon_thread
+from thinwire.data.sources import read_json, reading
 from thinwire.errors import DataError
 from thinwire.folders import write_file
 from thinwire.paths import expanded
@@ -34,6 +34,7 @@ RESERVED = ("<|im_start|>", "<|im_end|>", "<|tools|>", "<|tool_call|>")
 SMALLEST_VOCAB = 257  # every byte, and the end of text
 # The library needs over a hundred bytes of memory for each character it works on.
 PIECE_CHARACTERS = 128_000
+_ANY = (Exception,)  # the library raises nothing more specific
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 
@@ -73,19 +74,14 @@ class Tokenizer:
     def load(cls, path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, the format of the `tokenizers` and `transformers` libraries."""
         place = expanded(path, "data.tokenizer")
-        try:
+        advice = "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
+        with reading(f"the tokenizer {path}", _ANY, advice):
             loaded = cls(tokenizers.Tokenizer.from_str(place.read_text(encoding="utf-8")))
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(
-                f"cannot read the tokenizer {path}: {error}; "
-                "data.tokenizer must be the path of a tokenizer.json, or empty to train one"
-            ) from error
         if loaded.vocab_size == 0:
             raise DataError(f"{path} is a tokenizer with an empty vocabulary")
         if loaded.end_of_text is None:  # it may have another name, which stands beside it
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                beside = place.with_name("tokenizer_config.json")
-                name = json.loads(beside.read_text(encoding="utf-8")).get("eos_token")
+            with contextlib.suppress(DataError):
+                name = read_json(place.with_name("tokenizer_config.json")).get("eos_token")
                 name = name.get("content") if isinstance(name, dict) else name
                 loaded.end_of_text = loaded.id_of(name) if isinstance(name, str) else None
         return loaded
@@ -93,7 +89,6 @@ class Tokenizer:
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> "Tokenizer":
         """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one.
-
         `special` are tokens beside the end of text; their ids follow all others.
         """
         check_trainable(vocab, special)
@@ -167,23 +162,18 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode_measured(self, texts: list[str], rendered: bool = False) -> list[Measured]:
-        """The ids of each text, and where and in how many bytes each of them stands.
-
-        In a `rendered` text special tokens are meant, such as those of a chat template. A character
-        that is spread over several ids counts with the first of them.
+        """The ids of each text, and where and in how many bytes each of them stands. In a
+        `rendered` text special tokens are meant, such as those of a chat template. A character that
+        is spread over several ids counts with the first of them.
         """
         backend = self._recognising if rendered else self._backend
         encodings = self._encodings(backend.encode_batch, texts)
         return [_measured(text, each) for text, each in zip(texts, encodings, strict=True)]
 
     def _encodings(self, encode_batch: Callable[..., Any], texts: list[str]) -> list[Any]:
-        try:
+        advice = "choose another data.tokenizer, or leave it empty to train one"
+        with reading("the text with this tokenizer", _ANY, advice):
             return encode_batch(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises nothing more specific
-            raise DataError(
-                f"the tokenizer cannot encode the text: {error}; choose another data.tokenizer, or "
-                "leave it empty to train one"
-            ) from error
 
     def decode_all(self, texts: list[np.ndarray]) -> list[str]:
         """The text of each array of ids, computed on all cores."""
@@ -240,7 +230,6 @@ def _seam(text: str, start: int) -> int:
 
 def interruptible(work: Callable[[Iterator[T]], R], items: Iterable[T] = ()) -> R:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
-
     Python hears a signal between two of its own steps in the main thread, which waits here. An
     interrupted computation gets no further items, and otherwise dies with the process.
     """

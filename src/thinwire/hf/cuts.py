@@ -71,8 +71,8 @@ class WithCuts(Source):
         self._source = source = merged(source)
         self.settings, root = source.settings, nn.Module()
         Whole(self.settings, torch.device("meta"), root)
+        # Of every tensor, in the model's order: known without reading any.
         self.shapes = {name: tuple(tensor.shape) for name, tensor in root.state_dict().items()}
-        """Of every tensor, in the model's order: known without reading any."""
         super().__init__(source.step, source.versions, self.shapes)
         self._bases = {n for n in self.shapes if n.startswith(ENDS) and n.endswith(".basis")}
 

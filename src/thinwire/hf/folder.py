@@ -19,7 +19,8 @@ from torch import Tensor
 
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
 from thinwire.data.chat import JINJA
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.data.sources import read_json, reading
+from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import flush, partial_folder, replace_folder
 
 CONFIG = "config.json"
@@ -29,14 +30,8 @@ BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", JINJA, GENERATION)
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Number formats of weights, as safetensors spells them."""
 _SPELLED = {dtype: name for name, dtype in TYPES.items()}
 EXPORT_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WHY_NO_PICKLE = (
-    "holds its weights as pickle (.bin) only. Reading pickle runs code that the file names, so "
-    "thinwire never does: take a version with .safetensors files, or convert it where you trust it "
-    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
-)
 Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], Tensor]
 
@@ -48,7 +43,7 @@ def check_target(
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     is_ours = False
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(DataError):
         is_ours = (folder / mark).is_file() and (not key or key in read_json(folder / mark))
     if not is_ours:
         raise ConfigError(f"{folder} exists and is no {what}: choose another name")
@@ -68,22 +63,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             replace_folder(folder, target.absolute())
     except OSError as error:
         raise CheckpointError(
-            f"cannot write {target}: {error}. Nothing was left there; free some space or "
-            "choose another place"
+            f"cannot write {target}: {error}. Nothing was left there: choose another place"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold a JSON object")
-    return found
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -96,8 +77,7 @@ class Kept:
     """A tensor as its file lists it."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """As safetensors spells it, such as BF16."""
+    dtype: str  # as safetensors spells it, such as BF16
 
     @property
     def bytes(self) -> int:
@@ -109,7 +89,7 @@ class FolderWeights:
     """The named tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path):
-        """CheckpointError names a file that is missing, truncated or not what the index says."""
+        """An error names a file that is missing, truncated or not what the index says."""
         self.listed: dict[str, Kept] = {}
         self._folder = folder
         self._files: dict[str, str] = {}
@@ -123,8 +103,7 @@ class FolderWeights:
                     found.add((name, file))  # one tensor may be in two files
         if places and (odd := {*places.items()} ^ found):
             raise CheckpointError(
-                f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is: they are "
-                "not of one model"
+                f"{folder}: {INDEX} and the files do not agree on where {min(odd)[0]} is"
             )
 
     def read(self, name: str) -> Tensor:
@@ -140,36 +119,27 @@ class FolderWeights:
                 return {}
             has_safetensors = any(folder.glob("*.safetensors"))
             if not has_safetensors and [*folder.glob("*.bin"), *folder.glob("*.pt*")]:
-                raise CheckpointError(f"{folder} {_WHY_NO_PICKLE}")
+                raise CheckpointError(
+                    f"{folder} holds its weights as pickle (.bin) only. Reading pickle runs code "
+                    "that the file names, so thinwire never does: take .safetensors, or convert it "
+                    "(AutoModelForCausalLM.from_pretrained(...).save_pretrained(...))"
+                )
             raise CheckpointError(
                 f"{folder} has no weights, neither {WHOLE} nor {INDEX} with its files: the "
                 "download is not complete, or this is an adapter"
             )
-        places = read_json(index).get("weight_map")
-        is_map = isinstance(places, dict) and all(isinstance(f, str) for f in places.values())
-        if not (is_map and places):
-            raise CheckpointError(f"{index} has no weight_map of tensors and their files")
-        files = sorted({*places.values()})
-        if odd := [file for file in files if Path(file).name != file]:
-            raise CheckpointError(f"{index} names {odd[0]!r}, which is not a file beside it")
-        missing = [file for file in files if not (folder / file).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{folder} lacks {len(missing)} of the {len(files)} files that {INDEX} names, "
-                f"such as {missing[0]}: complete the download"
-            )
-        return places
+        places: Any = read_json(index).get("weight_map")
+        files = places.values() if isinstance(places, dict) else ()
+        if not files or any(not isinstance(f, str) or Path(f).name != f for f in files):
+            raise CheckpointError(f"{index} has no weight_map of tensors to files beside it")
+        return dict(places)
 
     @contextlib.contextmanager
     def _opened(self, file: str) -> Iterator[Any]:
-        path = self._folder / file
-        try:
-            with safetensors.safe_open(path, framework="pt") as opened:
-                yield opened
-        except (OSError, safetensors.SafetensorError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read, it may be truncated: {error}. Fetch it again"
-            ) from error
+        path, broken = self._folder / file, (OSError, safetensors.SafetensorError)
+        trying = reading(path, broken, "it is missing or truncated: fetch it again")
+        with trying, safetensors.safe_open(path, framework="pt") as opened:
+            yield opened
 
 
 def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
@@ -185,10 +155,6 @@ def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, kept in listed.items():
             tensor = read(name)
-            if tuple(tensor.shape) != kept.shape:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(tensor.shape)}, but {kept.shape} was announced"
-                )
             rounded = tensor.detach().cpu().to(TYPES[kept.dtype]).contiguous()
             del tensor  # nobody holds it while the next one is read
             file.write(rounded.flatten().view(torch.uint8).numpy().data)
@@ -199,9 +165,8 @@ def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
 def write_model(
     folder: Path, shapes: Shapes, dtype: torch.dtype, read: Read, most_bytes: int
 ) -> None:
-    """Write a model as one file, or as several of at most `most_bytes` with an index.
-
-    A tensor is never split, so one that is larger has a file of its own.
+    """Write a model as one file, or as several of at most `most_bytes` with an index. A tensor is
+    never split, so one that is larger has a file of its own.
     """
     parts: list[dict[str, Kept]] = [{}]
     size = count = 0

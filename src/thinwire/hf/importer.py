@@ -18,10 +18,9 @@ import json
 import math
 import re
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data.sources import read_json, reading
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import (
     FORMAT,
@@ -40,7 +40,7 @@ from thinwire.engine.checkpoint import (
     sealed,
     sha256_of,
 )
-from thinwire.errors import CheckpointError, ConfigError, DataError, first_line
+from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import write_file
 from thinwire.hf.folder import (
     BESIDE,
@@ -51,22 +51,17 @@ from thinwire.hf.folder import (
     Read,
     check_target,
     new_folder,
-    read_json,
     write_tensors,
 )
 from thinwire.hf.shape import is_tied, shape_of
 from thinwire.lazy import needs
 from thinwire.model.llama import EMBEDDING
 from thinwire.paths import expanded
-from thinwire.report.human import human_bytes
 from thinwire.settings import Settings
 from thinwire.typed import to_toml
 
-Progress = Callable[[int, int], None]
-
 RUN_TOML = "run.toml"
-LONGEST_CONTEXT = 2048
-"""Of a training sequence, unless another one is asked for: memory grows with it."""
+LONGEST_CONTEXT = 2048  # unless another one is asked for: memory grows with it
 _TABLE, _OUTPUT = f"{EMBEDDING}.weight", "lm_head.weight"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -90,8 +85,7 @@ class Origin:
 
     name: str
     config: dict[str, Any]
-    folder: Path
-    """It has the tokenizer; what stands beside that goes where the model goes."""
+    folder: Path  # it has the tokenizer; what stands beside that goes where the model goes
     listed: dict[str, Kept]
     read: Read
     notes: list[str]
@@ -137,34 +131,27 @@ def _fetched(name: str) -> Path:
     if not _HUB_NAME.fullmatch(name) or name.endswith(".gguf"):
         raise ConfigError(f"{name} does not exist: give a folder, a .gguf file or a hub name")
     hub = needs("huggingface_hub", "hf", f"fetching {name} from the Hugging Face hub")
-    try:
+    advice = (
+        "it is no folder here, and is asked for at the Hugging Face hub: check the name and the "
+        "network, or fetch the folder elsewhere and give its path"
+    )
+    with reading(name, (Exception,), advice):  # of the hub, of HTTP, of the network: of many kinds
         first = Path(hub.snapshot_download(name, allow_patterns=[CONFIG]))
         shape_of(read_json(first / CONFIG))  # before gigabytes are fetched
         wanted = [CONFIG, TOKENIZER, *BESIDE, *_WEIGHTS]
         return Path(hub.snapshot_download(name, allow_patterns=wanted))
-    except (CheckpointError, ConfigError):
-        raise
-    except Exception as error:  # of the hub, of HTTP, of the network: of many kinds
-        raise DataError(
-            f"{name} is no folder here, and it cannot be fetched from the Hugging Face hub: "
-            f"{first_line(error)}. Check the name and the network, or fetch the folder elsewhere "
-            "and give its path"
-        ) from error
 
 
 def _gguf(path: Path, scratch: Path) -> Origin:
     """A GGUF file, dequantised to float32 by transformers, which holds the whole model."""
     transformers = needs("transformers", "hf", f"importing {path}")
     gguf = needs("gguf", "hf", f"importing {path}")
-    try:
+    # The library checks little: anything may come of a damaged file.
+    with reading(path, (Exception,), "it is not a GGUF file, or truncated"):
         reader = gguf.GGUFReader(path)
         kinds = {k: f for k, f in reader.fields.items() if k.endswith(".rope.scaling.type")}
         scaling = [key for key, field in kinds.items() if field.contents() != "none"]
         scaling += [t.name for t in reader.tensors if t.name.startswith("rope_freqs")]
-    except Exception as error:  # the library checks little: anything may come of a damaged file
-        raise CheckpointError(
-            f"{path} is not a GGUF file, or truncated: {first_line(error)}"
-        ) from error
     if scaling:  # what the library would leave out without a word
         raise ConfigError(
             f"{path} has scaled rotary positions ({scaling[0]}), which transformers drops from "
@@ -172,16 +159,12 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         )
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     folder = str(path.resolve().parent)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
-            config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
-            shape_of(config)
-            transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"transformers cannot read {path}: {first_line(error)}") from error
+    trying = reading(path, (Exception,), "transformers opens GGUF files, but not this one")
+    with trying, contextlib.redirect_stderr(io.StringIO()):  # warnings and bars of the library
+        config = transformers.AutoConfig.from_pretrained(folder, **where).to_dict()
+        shape_of(config)
+        transformers.AutoTokenizer.from_pretrained(folder, **where).save_pretrained(scratch)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **where)
     note = (
         "transformers dequantised the GGUF file to float32, with the whole model in memory. "
         "Training changes these weights; they are not rounded to the file's few bits again"
@@ -197,12 +180,13 @@ def import_model(
     stages: int,
     context: int = 0,
     force: bool = False,
-    progress: Progress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
     """Write the folder of an import, all of it or nothing; returns what a user is told of it."""
     check = functools.partial(check_target, target, force, MANIFEST, IMPORTED, "imported model")
     check()
-    with opened(place) as origin:
+    with opened(place) as found:
+        origin = _untied(found)
         settings, notes = _planned(origin, stages, context)
         parts = _matched(origin, settings)
         with new_folder(target) as folder:
@@ -245,12 +229,8 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
     entries, vocab = Tokenizer.load(origin.folder / TOKENIZER).vocab_size, model.vocab
     if entries > vocab:
         raise DataError(
-            f"the tokenizer of {origin.name} has {entries:,} entries, but its embedding has "
-            f"{vocab:,} rows: they do not belong together"
+            f"the tokenizer has {entries:,} entries, but the embedding has {vocab:,} rows"
         )
-    if entries < vocab:
-        rows = f"{vocab - entries:,} rows of the embedding"
-        notes.append(f"{rows} have no token (padding); they are kept")
     if is_tied(origin.config):
         notes.append(
             "the model ties its output head to its embedding. Here the two stand on the first and "
@@ -266,7 +246,7 @@ def _write(
     settings: Settings,
     parts: list[dict[str, Kept]],
     target: Path,
-    progress: Progress,
+    progress: Callable[[int, int], None],
 ) -> None:
     """All files of an import, into the folder that will be the target."""
     size = sum(kept.bytes for part in parts for kept in part.values())
@@ -274,19 +254,13 @@ def _write(
 
     def read(name: str) -> Tensor:
         nonlocal done
-        tensor = origin.read(_source(origin, name))
+        tensor = origin.read(name)
         if not torch.isfinite(tensor).all():
             raise CheckpointError(f"{name} holds values that are not finite: it is damaged")
         done += tensor.nbytes
         progress(done, size)
         return tensor
 
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise CheckpointError(
-            f"{target.parent} has {human_bytes(free)} free, the model needs {human_bytes(size)}: "
-            "free some space or choose another folder with --to"
-        )
     for index, stage in enumerate(parts):
         path = folder / f"stage-{index}.safetensors"
         write_tensors(path, stage, read)
@@ -314,11 +288,26 @@ def _write(
     write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
 
 
-def _source(origin: Origin, name: str) -> str:
-    """The tensor that becomes this one of ours: a tied head is the embedding."""
-    if name not in (_TABLE, _OUTPUT) or not is_tied(origin.config):
-        return name
-    return _TABLE if _TABLE in origin.listed else _OUTPUT  # some writers keep the head's name
+def _untied(origin: Origin) -> Origin:
+    """The same with the one matrix of a tied model as both embedding and head."""
+    both = _TABLE, _OUTPUT
+    held = [name for name in both if name in origin.listed]  # some writers keep the head's name
+    if not is_tied(origin.config) or not held:
+        return origin
+
+    def digest(name: str) -> bytes:  # of one tensor in memory at a time
+        tensor = origin.read(name).contiguous().flatten()
+        return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
+
+    if len(held) == 2 and digest(_OUTPUT) != digest(_TABLE):
+        raise CheckpointError(
+            f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
+            f"from {_TABLE}: set it to false to use both"
+        )
+    listed = origin.listed | dict.fromkeys(both, origin.listed[held[0]])
+    return replace(
+        origin, listed=listed, read=lambda name: origin.read(held[0] if name in both else name)
+    )
 
 
 def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
@@ -328,25 +317,9 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
         for name, kept in origin.listed.items()
         if not name.endswith(".rotary_emb.inv_freq")  # computed from the config, by everyone
     }
-
-    def digest(name: str) -> bytes:  # of one tensor in memory at a time
-        tensor = origin.read(name).contiguous().flatten()
-        return hashlib.sha256(tensor.view(torch.uint8).numpy().data).digest()
-
-    has_both = is_tied(origin.config) and {_TABLE, _OUTPUT} <= listed.keys()
-    if has_both and digest(_OUTPUT) != digest(_TABLE):
-        raise CheckpointError(
-            f"{origin.name}: config.json says tie_word_embeddings = true, but {_OUTPUT} differs "
-            f"from {_TABLE}: set it to false to use both"
-        )
-    if has_both:
-        listed.pop(_OUTPUT)
-    builder = StageBuilder(settings, torch.device("meta"))
-    stages = [
-        {name: tuple(p.shape) for name, p in builder.build(index).global_parameters().items()}
-        for index in range(settings.pipeline.stages)
-    ]
-    expected = {_source(origin, name): shape for each in stages for name, shape in each.items()}
+    builder, count = StageBuilder(settings, torch.device("meta")), settings.pipeline.stages
+    stages = [builder.build(index).global_parameters() for index in range(count)]
+    expected = {name: tuple(p.shape) for stage in stages for name, p in stage.items()}
     missing, extra = expected.keys() - listed.keys(), listed.keys() - expected.keys()
     for odd, what in ((missing, "lacks"), (extra, "also holds")):
         if odd:
@@ -357,15 +330,14 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
     for name, shape in expected.items():
         if listed[name].shape != shape:
             raise CheckpointError(
-                f"{name} has shape {listed[name].shape}, its config.json asks for {shape}: the "
-                "files are not of one model"
+                f"{name} has shape {listed[name].shape}, its config.json asks for {shape}"
             )
         if listed[name].dtype not in TYPES:
             raise CheckpointError(
                 f"{name} is stored as {listed[name].dtype}; weights must be one of "
                 f"{', '.join(TYPES)}: take the folder of the weights before they were quantised"
             )
-    return [{name: listed[_source(origin, name)] for name in shapes} for shapes in stages]
+    return [{name: listed[name] for name in stage} for stage in stages]
 
 
 def run_toml(name: str, imported: Settings, folder: Path) -> str:

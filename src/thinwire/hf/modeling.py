@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from thinwire.hf.cuts import MODEL_TYPE, Whole, settings_of
+from thinwire.hf.shape import KEYS
 from thinwire.model.llama import Block
 
 
@@ -32,12 +33,8 @@ class ThinwireConfig(PretrainedConfig):
     def __init__(self, settings: dict[str, Any] | None = None, **others: Any):
         self.settings = settings or {}
         model = self.settings.get("model", {})
-        self.vocab_size = model.get("vocab")
-        self.hidden_size = model.get("dim")
-        self.num_hidden_layers = model.get("layers")
-        self.num_attention_heads = model.get("heads")
-        self.num_key_value_heads = model.get("kv_heads")
-        self.max_position_embeddings = model.get("context")
+        for ours, theirs in KEYS.items():
+            setattr(self, theirs, model.get(ours))
         others.setdefault("tie_word_embeddings", False)
         super().__init__(**others)
 
@@ -83,10 +80,8 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        return_dict: bool | None = None,
         **_: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Logits of every position, the loss if there are labels, and the cache if it is used."""
         _check_padding(attention_mask)
         if use_cache and past_key_values is None:
@@ -104,19 +99,15 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        kept = logits_to_keep
-        logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]  # 0: all
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-        return output.to_tuple() if return_dict is False else output
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     def _pasts(self, cache: Any) -> list[list[Any]]:
         """The cache as our layers see it, stage by stage."""
-        numbers = itertools.count()
-
-        def past(layer: nn.Module) -> Any:
-            return _CachedKeyValues(cache, next(numbers)) if isinstance(layer, Block) else None
-
-        return [[past(layer) for layer in stage.layers] for stage in self._whole.stages]
+        blocks = (_CachedKeyValues(cache, number) for number in itertools.count())
+        return [
+            [next(blocks) if isinstance(layer, Block) else None for layer in stage.layers]
+            for stage in self._whole.stages
+        ]
 
 
 class _CachedKeyValues:

@@ -15,12 +15,22 @@ from thinwire.typed import from_plain
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that can be imported; SmolLM and SmolLM2 are of the type llama."""
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_SIZES = {
+KEYS = {
     "vocab": "vocab_size",
     "dim": "hidden_size",
     "ffn": "intermediate_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_SCALING = {
+    "factor": "factor",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "context": "original_max_position_embeddings",
 }
 _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "its activation must be silu"),
@@ -40,9 +50,8 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
-    """The model of a config.json; ConfigError names what our model does not do.
-
-    `context` is the number of tokens in a training sequence, 0 = all positions of the model.
+    """The model of a config.json; ConfigError names what our model does not do. `context` is the
+    number of tokens in a training sequence, 0 = all positions of the model.
     """
     kind = config.get("model_type")
     if kind not in KINDS:
@@ -51,21 +60,21 @@ def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
         )
     _check_plain(config)
     _check_windows(config)
-    sizes = {ours: _given(config, theirs) for ours, theirs in _SIZES.items()}
-    sizes["kv_heads"] = _given(
-        config, "num_key_value_heads", sizes["heads"] if kind == "llama" else None
-    )
-    sizes["head_dim"] = _given(config, "head_dim", 128 if kind == "qwen3" else 0)
+    defaults = {
+        "kv_heads": config.get("num_attention_heads") if kind == "llama" else None,
+        "head_dim": 128 if kind == "qwen3" else 0,
+        "norm_eps": 1e-6,
+    }
+    found = {ours: _given(config, theirs, defaults.get(ours)) for ours, theirs in KEYS.items()}
     theta, scaling = _positions(config)
     values = {
         "preset": CUSTOM,
-        **sizes,
-        "context": context or _given(config, "max_position_embeddings"),
+        **found,
+        "context": context or found["context"],
         "qkv_bias": kind == "qwen2",
         "qk_norm": kind == "qwen3",
         "rope_theta": theta,
         "rope_scaling": str(scaling or ""),
-        "norm_eps": _given(config, "rms_norm_eps", 1e-6),
     }
     return from_plain(ModelConfig, values, "model").resolved()
 
@@ -86,28 +95,18 @@ def kind_of(model: ModelConfig) -> str:
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
     """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add.
-
     Positions stand in it twice: `rope_parameters` for transformers from version 5 on, and the keys
     that earlier versions and other programs read.
     """
     kind = kind_of(model)
     stretch: dict[str, Any] = {}
     if (scaling := RopeScaling.parse(model.rope_scaling)) is not None:
-        stretch = {
-            "rope_type": KIND,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low,
-            "high_freq_factor": scaling.high,
-            "original_max_position_embeddings": scaling.context,
-        }
+        named = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
+        stretch = {"rope_type": KIND, **named}
     config = {
         "architectures": [CLASSES[kind]],
         "model_type": kind,
-        **{theirs: getattr(model, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": model.context,
-        "rms_norm_eps": model.norm_eps,
+        **{theirs: getattr(model, ours) for ours, theirs in KEYS.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "rope_theta": model.rope_theta,
@@ -145,8 +144,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
     is_used = config.get("use_sliding_window", is_mistral)
     if window is not None and is_used:
         raise ConfigError(
-            f"config.json: sliding_window = {window}: sliding windows are not supported; every "
-            "position must see all earlier ones"
+            f"config.json: sliding_window = {window}: sliding windows are not supported"
         )
 
 
@@ -167,13 +165,8 @@ def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         raise ConfigError(
             f'config.json: rope_type = "{kind}" is not supported, only default and {KIND}'
         )
-    original = config.get("max_position_embeddings")
-    scaling = {
-        "factor": _given(found, "factor"),
-        "low": _given(found, "low_freq_factor"),
-        "high": _given(found, "high_freq_factor"),
-        "context": _given(found, "original_max_position_embeddings", original),
-    }
+    defaults = {"context": config.get("max_position_embeddings")}
+    scaling = {ours: _given(found, key, defaults.get(ours)) for ours, key in _SCALING.items()}
     return theta, from_plain(RopeScaling, scaling, "config.json: rope_parameters")
 
 

@@ -3,10 +3,9 @@
 Shapes: B windows, T tokens of a window, N tokens of a text, V entries of the vocabulary.
 """
 
-import dataclasses
+import contextlib
 import functools
 import itertools
-import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from thinwire.codec import Leg
 from thinwire.data import Tokenizer
 from thinwire.data.chat import Chat
 from thinwire.data.documents import Texts
-from thinwire.data.sources import read_records, text_files
+from thinwire.data.sources import read_json, read_records, text_files
 from thinwire.engine.build import Joined, choose_device
 from thinwire.engine.checkpoint import IMPORTED, Checkpoint
 from thinwire.engine.feed import Feed
@@ -45,13 +44,6 @@ class Sampling:
     top_k: int = 40
     top_p: float = 1.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ConfigError(
-                f"temperature {self.temperature} and top-k {self.top_k} must not be negative, and "
-                f"top-p {self.top_p} must be above 0 and at most 1"
-            )
 
 
 class Choice:
@@ -90,72 +82,63 @@ def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
     return shares_V / shares_V.sum()
 
 
+@dataclass(eq=False)
 class Writing:
-    """A text as it is written: iterate once over its pieces of whole characters.
-
-    Pieces may be empty, one for each token: whoever waits can look around.
+    """A text as it is written: iterate once over its pieces of whole characters. Pieces may be
+    empty, one for each token: whoever waits can look around.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt: list[int],
-        chosen: Iterable[int],
-        ends: Collection[int | None],
-        stop: Collection[str],
-    ):
-        self.count = 0  # tokens so far, with the one that ended the text
-        self.ended_by: Literal["length", "stop"] = "length"
-        self._tokenizer, self._ids = tokenizer, list(prompt)
-        self._before, self._told = max(0, len(prompt) - 1), len(prompt)
-        self._chosen = chosen
-        self._ends = ends
-        self._stops = [string for string in stop if string]
-        self._held = ""
+    tokenizer: Tokenizer
+    prompt: list[int]
+    chosen: Iterable[int]
+    ends: Collection[int | None]
+    stop: Collection[str]
+    count: int = 0  # tokens so far, with the one that ended the text
+    ended_by: Literal["length", "stop"] = "length"
+
+    def __post_init__(self) -> None:
+        self._ids, self._held = list(self.prompt), ""
+        self._before, self._told = max(0, len(self._ids) - 1), len(self._ids)
 
     def __iter__(self) -> Iterator[str]:
-        for token in self._chosen:
+        for token in self.chosen:
             self.count += 1
-            if token in self._ends:
+            if token in self.ends:
                 self.ended_by = "stop"
                 break
             self._ids.append(token)
-            shown, is_stopped = self._up_to_stop(self._new_text())
-            yield shown
-            if is_stopped:
+            yield self._shown(self._new_text())
+            if self.ended_by == "stop":
                 return
-        shown, is_stopped = self._up_to_stop(self._new_text(whole_characters=False))
-        yield shown if is_stopped else shown + self._held
+        yield self._shown(self._new_text(is_last=True), is_last=True)
 
-    def _new_text(self, whole_characters: bool = True) -> str:
-        """What has been added, or nothing while its last character is spread over ids to come.
-
-        It is read together with the piece before, since some tokenizers write a token otherwise
-        where it stands first.
+    def _new_text(self, is_last: bool = False) -> str:
+        """What has been added, or nothing while its last character is spread over ids to come. It
+        is read behind the piece before: some tokenizers write a token otherwise where it is first.
         """
-        known = self._tokenizer.decode(self._ids[self._before : self._told])
-        text = self._tokenizer.decode(self._ids[self._before :])[len(known) :]
-        if whole_characters and text.endswith("\ufffd"):
+        known = self.tokenizer.decode(self._ids[self._before : self._told])
+        text = self.tokenizer.decode(self._ids[self._before :])[len(known) :]
+        if text.endswith("\ufffd") and not is_last:
             return ""
         self._before, self._told = self._told, len(self._ids)
         return text
 
-    def _up_to_stop(self, piece: str) -> tuple[str, bool]:
-        """What can be shown, up to a stop, and whether that came. What may become one is held."""
+    def _shown(self, piece: str, is_last: bool = False) -> str:
+        """What can be shown, up to a stop; what may become one is held back."""
         text, self._held = self._held + piece, ""
-        found = [at for string in self._stops if (at := text.find(string)) >= 0]
+        found = [at for string in filter(None, self.stop) if (at := text.find(string)) >= 0]
         if found:
             self.ended_by = "stop"
-            return text[: min(found)], True
+            return text[: min(found)]
         beginnings = (
-            length
-            for string in self._stops
-            for length in range(min(len(string) - 1, len(text)), 0, -1)
-            if text.endswith(string[:length])
+            at
+            for string in filter(None, self.stop)
+            for at in range(max(0, len(text) - len(string) + 1), len(text))
+            if string.startswith(text[at:])
         )
-        keep = len(text) - max(beginnings, default=0)
-        self._held = text[keep:]
-        return text[:keep], False
+        end = len(text) if is_last else min(beginnings, default=len(text))
+        self._held = text[end:]
+        return text[:end]
 
 
 class Model(Joined):
@@ -169,8 +152,7 @@ class Model(Joined):
     token cross by itself.
     """
 
-    template = ""
-    """The chat template to ask it with, as data.template chooses one; empty: its own."""
+    template = ""  # the chat template to ask it with, as data.template chooses one; empty: its own
 
     def __init__(
         self,
@@ -197,16 +179,10 @@ class Model(Joined):
     def evaluate(self, display: Display, batches: int = 0) -> dict[str, Any]:
         """Loss on the run's own validation data, over as many microbatches as training used."""
         settings = self.settings
-        trained_on = self.checkpoint.manifest["corpus"]
-        if not trained_on:  # it was imported: any text is new to us
-            own = dataclasses.replace(settings.data, tokenizer=str(self.checkpoint.tokenizer))
-            settings = dataclasses.replace(settings, data=own)
-            display.note(
-                "an imported model has no data of its own: its loss is on Python's source; --data "
-                "names another text"
-            )
+        if not (trained_on := self.checkpoint.manifest["corpus"]):
+            raise DataError("an imported model has no data of its own: name a text with --data")
         data = prepare_data(settings, display, self.checkpoint)
-        if trained_on and data.fingerprint != trained_on:
+        if data.fingerprint != trained_on:
             raise DataError(
                 "the data is no longer what this checkpoint was trained on, so its validation "
                 "set may contain training data: restore the original data"
@@ -342,8 +318,6 @@ class Model(Joined):
         stop: Collection[str] = (),
     ) -> Writing:
         """At most so many tokens, to the end of the text, a token of `ends` or a text of `stop`."""
-        if tokens < 1:
-            raise ConfigError("tokens must be at least 1")
         known = {*ends, self.tokenizer.end_of_text, *self._published_ends}
         chosen = itertools.islice(self.tokens_behind(ids, sampling), tokens)
         return Writing(self.tokenizer, ids, chosen, known, stop)
@@ -351,11 +325,9 @@ class Model(Joined):
     @functools.cached_property
     def _published_ends(self) -> set[int]:
         """Ids that end a text by the generation_config.json that came with an imported model."""
-        try:
-            text = (self.checkpoint.folder / "generation_config.json").read_text(encoding="utf-8")
-            ends = json.loads(text).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            return set()
+        ends = None
+        with contextlib.suppress(DataError):
+            ends = read_json(self.checkpoint.folder / "generation_config.json").get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         return {end for end in ends if isinstance(end, int)}
 

@@ -69,9 +69,7 @@ class RefusedError(HTTPException):
         return JSONResponse(self.plain, self.status_code, self.headers)
 
 
-Parts = MemoryObjectSendStream[str | RefusedError]
-"""Where a text goes, part by part, as it is written."""
-
+Parts = MemoryObjectSendStream[str | RefusedError]  # where a text goes as it is written
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 Stop = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -96,11 +94,10 @@ class Asked(msgspec.Struct):
     def read(cls, body: bytes) -> "Asked":
         """The request in a body of JSON; RefusedError says which field is wrong."""
         try:
-            found = msgspec.json.decode(body)
+            found = msgspec.json.decode(body, type=dict[str, Any])
         except (ValueError, RecursionError) as error:
-            raise RefusedError(f"the body is not JSON: {printable(str(error), 200)}") from None
-        if not isinstance(found, dict):
-            raise RefusedError("the body must be a JSON object")
+            text = f"the body must be a JSON object: {printable(str(error), 200)}"
+            raise RefusedError(text) from None
         for key, nothing in UNSUPPORTED.items():
             value = found.get(key)
             if value is not False and value not in (None, nothing, [], {}):
@@ -177,10 +174,8 @@ def run_server(endpoint: "Endpoint", host: str, port: int, stream: TextIO) -> No
 
 
 class Endpoint:
-    """The application that serves a model.
-
-    A request gets `most_tokens` at most, or as many as the model's context has. `parallel` texts
-    are under way at a time and `queue` requests wait.
+    """The application that serves a model. A request gets `most_tokens` at most, or as many as the
+    model's context has. `parallel` texts are under way at a time and `queue` requests wait.
     """
 
     def __init__(self, model: Model, most_tokens: int = 0, parallel: int = 1, queue: int = 16):
@@ -190,9 +185,8 @@ class Endpoint:
         self.is_over = threading.Event()
         self.failure: ThinwireError | None = None
         self.answered = 0
-        self._parallel, self._queue = parallel, queue
-        self._turns, self._model_in_use = asyncio.Semaphore(parallel), asyncio.Lock()
-        self._count = 0  # requests that have their turn or wait for it
+        self._parallel, self._most = parallel, parallel + queue
+        self._model_in_use = asyncio.Lock()
         _ = model.tokenizer  # a model that cannot write is refused before anybody asks
         self.app = Starlette(
             routes=[
@@ -205,12 +199,16 @@ class Endpoint:
             exception_handlers={HTTPException: _refused, Exception: _refused},
         )
 
+    @functools.cached_property
+    def _turns(self) -> anyio.CapacityLimiter:
+        return anyio.CapacityLimiter(self._parallel)  # belongs to the loop of the server
+
     async def _health(self, request: Request) -> Response:
         if self.is_over.is_set():
             raise RefusedError("the server is ending", 503)
-        writing = min(self._count, self._parallel)
-        waiting = self._count - writing
-        return JSONResponse({"status": "ok", "writing": writing, "waiting": waiting})
+        state = self._turns.statistics()
+        counts = {"writing": state.borrowed_tokens, "waiting": state.tasks_waiting}
+        return JSONResponse({"status": "ok", **counts})
 
     async def _models(self, request: Request) -> Response:
         shown = {"id": self.name, "object": "model", "owned_by": "thinwire", "created": 0}
@@ -284,40 +282,34 @@ class Endpoint:
     async def _write_in_turn(
         self, text: Iterator[str], into: Parts, answer: anyio.CancelScope
     ) -> None:
-        """Write a text when it has its turn, which ends with the text, however slowly it is read.
-
-        A refusal goes the same way as the text, of which a part may have been sent.
+        """Write a text when it has its turn, which ends with the text, however slowly it is read. A
+        refusal goes the same way as the text, of which a part may have been sent.
         """
         with into, contextlib.suppress(anyio.WouldBlock):  # the client leaves too much unread
             try:
-                if self._count >= self._parallel + self._queue:
-                    why = f"{self._count} requests are under way or wait: try again later"
+                state = self._turns.statistics()
+                if (count := state.borrowed_tokens + state.tasks_waiting) >= self._most:
+                    why = f"{count} requests are under way or wait: try again later"
                     raise RefusedError(why, 429, "rate_limit_exceeded")
-                self._count += 1
-                try:
-                    async with self._turns:
-                        await self._write_all(text, into)
-                finally:
-                    self._count -= 1
+                async with self._turns:
+                    while (part := await self._next_part(text)) is not None:
+                        if part:
+                            into.send_nowait(part)
             except RefusedError as error:
                 into.send_nowait(error)
         answer.deadline = anyio.current_time() + SILENCE_SECONDS
 
-    async def _write_all(self, text: Iterator[str], into: Parts) -> None:
-        """Write a text to its end; those under way take turns, token by token."""
-        part: str | None = ""
-        while part is not None:
-            if part:
-                into.send_nowait(part)
-            async with self._model_in_use:
-                if self.is_over.is_set():
-                    raise RefusedError("the server is ending", 503)
-                try:
-                    part = await to_thread.run_sync(next, text, None)
-                except ThinwireError as error:  # such as a model whose output is NaN
-                    self.failure = error
-                    self.is_over.set()
-                    raise RefusedError("the model has failed", 500) from error
+    async def _next_part(self, text: Iterator[str]) -> str | None:
+        """What the next token adds; those under way take turns, token by token."""
+        async with self._model_in_use:
+            if self.is_over.is_set():
+                raise RefusedError("the server is ending", 503)
+            try:
+                return await to_thread.run_sync(next, text, None)
+            except ThinwireError as error:  # such as a model whose output is NaN
+                self.failure = error
+                self.is_over.set()
+                raise RefusedError("the model has failed", 500) from error
 
 
 async def _body(request: Request) -> bytes:
