@@ -80,8 +80,10 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         **_: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of every position, the loss if there are labels, and the cache if it is used."""
         _check_padding(attention_mask)
         if use_cache and past_key_values is None:
@@ -99,15 +101,19 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        kept = logits_to_keep
+        logits = logits[:, slice(-kept, None) if isinstance(kept, int) else kept]  # 0: all
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output.to_tuple() if return_dict is False else output
 
     def _pasts(self, cache: Any) -> list[list[Any]]:
         """The cache as our layers see it, stage by stage."""
-        blocks = (_CachedKeyValues(cache, number) for number in itertools.count())
-        return [
-            [next(blocks) if isinstance(layer, Block) else None for layer in stage.layers]
-            for stage in self._whole.stages
-        ]
+        numbers = itertools.count()
+
+        def past(layer: nn.Module) -> Any:
+            return _CachedKeyValues(cache, next(numbers)) if isinstance(layer, Block) else None
+
+        return [[past(layer) for layer in stage.layers] for stage in self._whole.stages]
 
 
 class _CachedKeyValues:
