@@ -37,7 +37,7 @@ from thinwire.codec.base import (
     spec_of,
 )
 from thinwire.codec.quantize import Cast
-from thinwire.codec.sparse import Sparse, remember_whole
+from thinwire.codec.sparse import Sparse, sparse_in
 from thinwire.errors import ConfigError, WireError
 
 _LEVEL = 1  # of Zstandard, unless another is asked for
@@ -141,25 +141,25 @@ class Feedback(Wrapper, Stateful):
 class Buffered(Feedback):
     """Feedback with one buffer, made at the first tensor in training."""
 
-    def __init__(self, inner: Codec):
-        super().__init__(inner)
-        self._buffer: Tensor | None = None
-        self._expected: TensorSpec | None = None
+    _buffer: Tensor | None = None
+    _expected: TensorSpec | None = None
 
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         super().prepare(spec, surroundings)
         self._expected = spec
 
     def buffer(self, spec: TensorSpec) -> Tensor:
-        """The buffer, on the tensor's device; never changed in place."""
-        dtype = _working(spec.dtype)
+        """The buffer, on the tensor's device; never changed in place. ValueError when it is of
+        other tensors.
+        """
+        wanted = spec.shape, _working(spec.dtype)
         if self._buffer is None:
-            return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
-        if self._buffer.shape != spec.shape or self._buffer.dtype != dtype:
-            raise ConfigError(
-                f"{self.name} keeps a buffer of {self._buffer.dtype} and shape "
-                f"{tuple(self._buffer.shape)}, but a tensor of {spec.dtype} and shape "
-                f"{spec.shape} arrived: with feedback all microbatches must have the same shape"
+            return torch.zeros(wanted[0], dtype=wanted[1], device=spec.device)
+        given = tuple(self._buffer.shape), self._buffer.dtype
+        if given != wanted:
+            raise ValueError(
+                f"{self.name} needs a buffer of {wanted}, but has one of {given}: with feedback "
+                "neither the size of microbatches nor the precision can change"
             )
         return self._buffer.to(spec.device)
 
@@ -173,16 +173,9 @@ class Buffered(Feedback):
     def load_own_state(self, tensors: dict[str, Tensor]) -> None:
         if tensors.keys() - {"buffer"}:
             raise ValueError(f"{self.name} remembers a buffer, but was given {sorted(tensors)}")
-        buffer, expected = tensors.get("buffer"), self._expected
-        if buffer is not None and expected is not None:
-            given = tuple(buffer.shape), buffer.dtype
-            wanted = expected.shape, _working(expected.dtype)
-            if given != wanted:
-                raise ValueError(
-                    f"{self.name} needs a buffer of {wanted}, but was given one of {given}: with "
-                    "feedback neither the size of microbatches nor the precision can change"
-                )
-        self._buffer = buffer
+        self._buffer = tensors.get("buffer")
+        if self._expected is not None:
+            self.buffer(self._expected)
 
 
 class ErrorFeedback(Buffered):
@@ -216,7 +209,7 @@ class MixedErrorFeedback(Buffered):
                 f"ef-mixed spends half of a share on the tensor and half on the error, but "
                 f"{inner.name} has no share to halve; topk and randk have"
             )
-        self._half = inner.halved()
+        self._half = type(inner)(inner.share / 2)
 
     def inside(self) -> dict[str, Codec]:
         """One codec for both, since it remembers nothing: both send as much, each its own mask."""
@@ -323,7 +316,8 @@ class AQSGD(Mirrored):
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         if self._used_at(place) is self.inner:
             return super().decode_training(parts, spec, place)
-        remember_whole(self.inner, place)
+        for source in sparse_in(self.inner):
+            source.remember(place, torch.arange(elements(spec.shape), device=spec.device))
         rows = self._whole.decode(parts, replace(spec, dtype=ROWS), place)
         return self.learn(rows, rows, place).to(spec.dtype)
 
@@ -380,8 +374,7 @@ class AQSGD(Mirrored):
 
 class ExampleMemory:
     """One row of bf16 numbers for each training example; in a folder a memory-mapped file without a
-    name, which goes when the process goes. Two ends are compared by checksums of rows, made when
-    they are asked for of rows written since.
+    name, which goes when the process goes. Two ends are compared by checksums of rows.
     """
 
     def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):
@@ -395,7 +388,6 @@ class ExampleMemory:
             )
         self._seen = np.zeros(count, dtype=np.bool_)
         self._checksums = np.zeros(count, dtype=np.uint32)
-        self._unsummed = np.zeros(count, dtype=np.bool_)
         if surroundings.folder is None:
             self._rows = torch.zeros((count, row), dtype=ROWS, device=device)
         else:
@@ -411,20 +403,18 @@ class ExampleMemory:
 
     def write(self, examples: Sequence[int], rows: Tensor) -> None:
         """Replace the rows of these examples; of one that is there twice the last counts."""
-        last = {example: number for number, example in enumerate(examples)}
-        index = list(last)
-        kept = rows[list(last.values())].reshape(len(last), self._rows.shape[1])
-        self._rows[index] = kept.to(self._rows)
-        self._seen[index] = self._unsummed[index] = True
+        for example, row in zip(examples, rows, strict=True):
+            kept = row.reshape(-1)
+            self._rows[example] = kept
+            self._seen[example] = True
+            self._checksums[example] = zlib.crc32(bytes_of(kept.cpu()))
 
     def fingerprint(self) -> str:
         """Equal for two memories that hold the same rows."""
-        self._sum_up()
         return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All of it, not copied: to be written before the next tensor comes."""
-        self._sum_up()
         return {
             "rows": self._rows,
             "seen": torch.from_numpy(self._seen),
@@ -434,8 +424,8 @@ class ExampleMemory:
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `state_tensors` gave; nothing at all empties the memory."""
         if not tensors:
-            for flags in (self._seen, self._checksums, self._unsummed):
-                flags[:] = 0
+            self._seen[:] = False
+            self._checksums[:] = 0
             return
         mine = self.state_tensors()
         shapes, wanted = (
@@ -445,12 +435,6 @@ class ExampleMemory:
             raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
-
-    def _sum_up(self) -> None:
-        for example in self._unsummed.nonzero()[0].tolist():
-            row = self._rows[example].cpu().contiguous().view(torch.int16).numpy()
-            self._checksums[example] = zlib.crc32(row.tobytes())
-        self._unsummed[:] = False
 
 
 def bytes_needed(row_shape: Shape, examples: int) -> int:
