@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from thinwire.codec.base import Codec, Leg
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
@@ -130,9 +132,11 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
     by_place, by_name = _read(arguments)
     try:
         bound = signature.bind(*inner, *by_place, **by_name)
-        given = bound.arguments
-        given |= {p.name: _fitting(given[p.name], p) for p in taken if p.name in given}
-    except TypeError:
+        for parameter in taken:
+            if parameter.name in bound.arguments and parameter.annotation is not parameter.empty:
+                value = bound.arguments[parameter.name]
+                bound.arguments[parameter.name] = msgspec.convert(value, parameter.annotation)
+    except (TypeError, msgspec.ValidationError):
         usage = ", ".join(map(_usage, taken)) or "no arguments"
         instead = f", not ({arguments})" if arguments else ""
         raise ConfigError(f"{name} takes {usage}{instead}") from None
@@ -147,10 +151,10 @@ def _read(arguments: str) -> tuple[list[Any], dict[str, Any]]:
         key, equals, value = argument.partition("=")
         if not equals and _NUMBER.fullmatch(key):
             by_place.append(_value(key))
-            continue
-        if not key.isidentifier() or key in by_name or (equals and not value):
+        elif not key.isidentifier() or key in by_name or (equals and not value):
             raise ConfigError(f'"{argument}" is not a valid argument')
-        by_name[key] = _value(value) if equals else True
+        else:
+            by_name[key] = _value(value) if equals else True
     return by_place, by_name
 
 
@@ -160,21 +164,7 @@ def _value(text: str) -> int | float | str:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def _fitting(value: Any, parameter: inspect.Parameter) -> Any:
-    """The value in a type that the parameter allows; TypeError where there is no such."""
-    kinds = _kinds(parameter)
-    if type(value) is int and float in kinds and int not in kinds:
-        value = float(value)
-    if type(value) not in kinds and kinds & _WORDS.keys():
-        raise TypeError
-    return value
-
-
 def _usage(parameter: inspect.Parameter) -> str:
     """What may stand in the parentheses for it."""
-    words = [word for kind, word in _WORDS.items() if kind in _kinds(parameter)]
-    return parameter.name + (words[0] if words else "")
-
-
-def _kinds(parameter: inspect.Parameter) -> set[Any]:
-    return set(typing.get_args(parameter.annotation) or (parameter.annotation,))
+    kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
+    return parameter.name + next((word for kind, word in _WORDS.items() if kind in kinds), "")
