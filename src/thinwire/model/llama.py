@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
-from thinwire.model.layers import DOWN, UP, Narrow
+from thinwire.model.layers import DOWN, UP, InSpaceEmbedding, Narrow, writer
 from thinwire.model.optim import Role
 
-EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # as a Hugging Face Llama calls them
 WRITERS = ("o_proj.weight", "down_proj.weight")
 _COSINES = threading.Lock()
 
@@ -32,8 +32,6 @@ class LayerPlan:
 
     name: str
     make: Callable[[], nn.Module]
-    label: str = ""
-    """What the description of a stage calls it: a block by its number, a minor layer not at all."""
     role: Role | None = None
     """What its matrices are to an optimizer."""
 
@@ -99,11 +97,6 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Turn each channel pair (i, i + E/2) by its position's angle."""
     left, right = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_TE + torch.cat((-right, left), dim=-1) * sin_TE
-
-
-def writer(inputs: int, dim: int, narrow: Narrow | None) -> nn.Module:
-    """A matrix that writes to the stream, or into a subspace of it."""
-    return nn.Linear(inputs, dim, bias=False) if narrow is None else narrow.writer(inputs, dim)
 
 
 class Attention(nn.Module):
@@ -200,7 +193,8 @@ class Llama:
 
         def embedding() -> nn.Module:
             if narrow is not None and not narrow.free_embedding:
-                return narrow.embedding(config.vocab, config.dim)
+                shape = config.vocab, config.dim
+                return InSpaceEmbedding(shape, narrow.space, narrow.reparam)
             # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
             empty_VD = torch.empty(config.vocab, config.dim)
             return nn.Embedding.from_pretrained(empty_VD, freeze=False)
@@ -208,14 +202,14 @@ class Llama:
         def block(index: int) -> LayerPlan:
             held = narrow if narrow is not None and index < narrow.blocks else None
             make = partial(Block, config, held)
-            return LayerPlan(self.block_name(index), make, str(index), Role.MATRIX)
+            return LayerPlan(self.block_name(index), make, Role.MATRIX)
 
         head = partial(nn.Linear, config.dim, config.vocab, bias=False)
         return [
-            LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
+            LayerPlan(EMBEDDING, embedding, Role.TABLE),
             *map(block, range(config.layers)),
             LayerPlan("model.norm", partial(RMSNorm, config.dim, config.norm_eps)),
-            LayerPlan("lm_head", head, "head", Role.HEAD),
+            LayerPlan(HEAD, head, Role.HEAD),
         ]
 
     def stage_layers(self, blocks: range, narrow: Narrow | None = None) -> list[LayerPlan]:

@@ -3,7 +3,6 @@ does, by the loss that trains it and the score of a validation.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from thinwire.model.boundary import Boundary
 from thinwire.model.config import ModelConfig
-from thinwire.model.layers import InSpace, Reparametrised
-from thinwire.model.llama import EMBEDDING, Block, KeyValues, LayerPlan, architecture
+from thinwire.model.layers import InSpace
+from thinwire.model.llama import EMBEDDING, HEAD, Block, KeyValues, LayerPlan, architecture
 from thinwire.model.optim import Role
 from thinwire.model.subspace import Held
 
@@ -93,7 +92,6 @@ class Stage(nn.Module):
         self.bound = bound
         self.names = [plan.name for plan in plans]
         self._roles = [plan.role for plan in plans]
-        self._labels = [plan.label for plan in plans if plan.label]
         self._next_name = next_name
         self.layers = nn.ModuleList(plan.make() for plan in plans)
         self.incoming = incoming
@@ -218,7 +216,7 @@ class Stage(nn.Module):
         """Give every parameter its starting value: the same for any split into stages."""
         family = architecture(config)
         for name, module in self._named_modules():
-            if isinstance(module, Reparametrised):
+            if isinstance(module, InSpace) and module.reparam:
                 full = torch.empty(module.full_shape, dtype=module.weight.dtype)
                 family.initialise(f"{name}.weight", full, seed)
                 module.set_full(full)
@@ -237,13 +235,12 @@ class Stage(nn.Module):
         return [
             Held(name, layer.weight, layer.axis)
             for name, layer in self._in_space().items()
-            if not isinstance(layer, Reparametrised)
+            if not layer.reparam
         ]
 
-    def reparametrised(self) -> dict[str, Reparametrised]:
+    def reparametrised(self) -> dict[str, InSpace]:
         """The reparametrised layers by the global name of their weight."""
-        found = self._in_space().items()
-        return {name: layer for name, layer in found if isinstance(layer, Reparametrised)}
+        return {name: layer for name, layer in self._in_space().items() if layer.reparam}
 
     def _in_space(self) -> dict[str, InSpace]:
         found = self._named_modules()
@@ -261,10 +258,10 @@ class Stage(nn.Module):
 
     def describe(self) -> str:
         """The layers in a few characters, such as `embed+0..1`."""
-        parts = []
-        for are_blocks, labels in itertools.groupby(self._labels, str.isdigit):
-            first, *others = labels
-            parts += [f"{first}..{others[-1]}"] if are_blocks and others else [first, *others]
+        blocks = [name.split(".")[-1] for name in self.names if name.startswith("model.layers.")]
+        parts = [blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]}"]
+        parts[:0] = ["embed"] if EMBEDDING in self.names else []
+        parts += ["head"] if HEAD in self.names else []
         return "+".join(parts)
 
 
