@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.model.boundary import Boundary
+from thinwire.model.boundary import Boundary, ProjectedBoundary, SubspaceBoundary
 from thinwire.model.config import ModelConfig
 from thinwire.model.layers import InSpace
 from thinwire.model.llama import EMBEDDING, HEAD, Block, KeyValues, LayerPlan, architecture
@@ -116,8 +116,8 @@ class Stage(nn.Module):
         shape.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
-        if outgoing is not None:
-            outgoing.prepare()
+        if isinstance(outgoing, SubspaceBoundary) and outgoing.anchored:
+            outgoing.space.anchor_coordinates()  # compiled code does not see that a basis moved
         last, known = len(self.layers) - 1, None
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index:
@@ -126,8 +126,8 @@ class Stage(nn.Module):
                 if x.requires_grad:
                     x.register_hook(self._watched[1])
             end = outgoing if index == last else None
-            is_more = any(cut is not None and cut.computes for cut in (incoming, end)) or self.bound
-            run = self._with_ends if is_more and past is None else with_ends
+            is_more = any(isinstance(cut, SubspaceBoundary) for cut in (incoming, end))
+            run = self._with_ends if (is_more or self.bound) and past is None else with_ends
             act: Callable[..., Tensor] = layer if past is None else layer.forward
             if past is not None and past[index] is not None:
                 act = functools.partial(act, past=past[index])
@@ -194,7 +194,8 @@ class Stage(nn.Module):
 
     @property
     def _copy(self) -> nn.Parameter | None:
-        return self.incoming.copy_of_embedding() if self.incoming is not None else None
+        end = self.incoming
+        return end.table if isinstance(end, ProjectedBoundary) and end.shared else None
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""
