@@ -29,6 +29,10 @@ Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """A float that is neither NaN nor infinite, where others may be, such as a loss."""
 Exact = typing.Annotated[str, "exact"]
 """Text that is used, not shown, such as a path: no character of it is dropped."""
+_TYPES: dict[Any, str] = {
+    **{int: "an integer", float: "a number", str: "a string", bool: "true or false"},
+    **{list[int]: "a list of integers", list[str]: "a list of strings"},
+}
 
 
 def nearest(word: str, candidates: typing.Iterable[str]) -> str:
@@ -130,7 +134,7 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
         value = _entries(text) if typing.get_origin(wanted) is list else plain
         return msgspec.convert(value, wanted, strict=False)
     except (ValueError, RecursionError):  # of tomllib, or of msgspec
-        raise ConfigError(f"{place}: cannot read {_brief(text)} as {_type_name(wanted)}") from None
+        raise ConfigError(f"{place}: cannot read {_brief(text)} as {_TYPES.get(wanted, wanted)}") from None
 
 
 def _entries(text: str) -> list[Any]:
@@ -154,7 +158,7 @@ def _converted(value: Any, wanted: Any, place: str) -> Any:
         if entry := re.search(r"\$\[(\d+)\]", str(error)):
             value, place = value[int(entry[1])], f"{place}[{entry[1]}]"
             wanted = typing.get_args(wanted)[0]
-        raise ConfigError(f"{place} must be {_type_name(wanted)}, got {_brief(value)}") from None
+        raise ConfigError(f"{place} must be {_TYPES.get(wanted, wanted)}, got {_brief(value)}") from None
     if isinstance(found, float) and not math.isfinite(found):
         raise ConfigError(f"{place} = {found} must be a finite number")
     for number in found if isinstance(found, list) else [found]:
@@ -183,20 +187,5 @@ def _brief(value: Any) -> str:
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # A TOML basic string, escapes and all; DEL is the one that JSON leaves as it is.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    return repr(value)
-
-
-def _type_name(wanted: Any) -> str:
-    if typing.get_origin(wanted) is list:
-        inner = typing.get_args(wanted)[0]
-        several = {int: "integers", float: "numbers", str: "strings"}
-        return f"a list of {several.get(inner, str(inner))}"
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    return names.get(wanted, str(wanted))
+    """A value as TOML has it, which is as in JSON, but for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
