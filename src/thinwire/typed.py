@@ -30,8 +30,12 @@ Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Exact = typing.Annotated[str, "exact"]
 """Text that is used, not shown, such as a path: no character of it is dropped."""
 _TYPES: dict[Any, str] = {
-    **{int: "an integer", float: "a number", str: "a string", bool: "true or false"},
-    **{list[int]: "a list of integers", list[str]: "a list of strings"},
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    list[int]: "a list of integers",
+    list[str]: "a list of strings",
 }
 
 
@@ -134,7 +138,8 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
         value = _entries(text) if typing.get_origin(wanted) is list else plain
         return msgspec.convert(value, wanted, strict=False)
     except (ValueError, RecursionError):  # of tomllib, or of msgspec
-        raise ConfigError(f"{place}: cannot read {_brief(text)} as {_TYPES.get(wanted, wanted)}") from None
+        kind = _TYPES.get(wanted, wanted)
+        raise ConfigError(f"{place}: cannot read {_brief(text)} as {kind}") from None
 
 
 def _entries(text: str) -> list[Any]:
@@ -158,7 +163,8 @@ def _converted(value: Any, wanted: Any, place: str) -> Any:
         if entry := re.search(r"\$\[(\d+)\]", str(error)):
             value, place = value[int(entry[1])], f"{place}[{entry[1]}]"
             wanted = typing.get_args(wanted)[0]
-        raise ConfigError(f"{place} must be {_TYPES.get(wanted, wanted)}, got {_brief(value)}") from None
+        kind = _TYPES.get(wanted, wanted)
+        raise ConfigError(f"{place} must be {kind}, got {_brief(value)}") from None
     if isinstance(found, float) and not math.isfinite(found):
         raise ConfigError(f"{place} = {found} must be a finite number")
     for number in found if isinstance(found, list) else [found]:
