@@ -97,12 +97,6 @@ def test_a_rank_left_to_the_ratio_follows_the_model():
     assert not remarks(load_settings(None, asked))
 
 
-def test_a_patience_shorter_than_an_outage_is_remarked():
-    for patience, is_short in (("20", True), ("60", False), ("0", False)):
-        found = remarks(load_settings(None, [f"run.patience={patience}", "link.outage=60"]))
-        assert any("run.patience = 20 is shorter than" in text for text in found) == is_short
-
-
 def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\ndim = 128\nlayers = 4\nheads = 12\n")

@@ -35,7 +35,7 @@ def remarks(settings: Settings) -> list[str]:
     if sizes:
         changes = ", ".join(f"{key} {value} (not {own})" for key, (value, own) in sizes.items())
         found.append(f'model.preset = "{settings.model.preset}" is changed: {changes}')
-    found += filter(None, [stale_rates(settings), _short_patience(settings), _small_log(settings)])
+    found += filter(None, [stale_rates(settings), _small_log(settings)])
     plain, default = settings.relaxed().to_plain(), Settings().to_plain()
     for place, need in _USED_WITH:
         (section, key), (other, _, wanted) = place.split("."), need.partition(" = ")
@@ -58,13 +58,3 @@ def _small_log(settings: Settings) -> str:
     if every >= settings.train.steps:  # the run ends before
         return ""
     return f"a checkpoint follows every {every} steps, before train.log_mb = {room} is full"
-
-
-def _short_patience(settings: Settings) -> str:
-    patience, outage = settings.run.patience, settings.link.outage
-    if not 0 < patience < outage:
-        return ""
-    return (
-        f"run.patience = {patience:g} is shorter than link.outage = {outage:g}: while a link is "
-        "down, the run waits for link.outage"
-    )
