@@ -328,8 +328,6 @@ class LoraConfig:
             if target not in TARGETS:
                 near = nearest(target, TARGETS)
                 raise ConfigError(f'lora.targets[{place}] = "{target}" is not allowed{near}')
-            if target in self.targets[:place]:
-                raise ConfigError(f'lora.targets lists "{target}" twice')
         if not self.targets:
             raise ConfigError(
                 f"lora.targets is empty, but lora.rank = {self.rank}: name the matrices that get "
