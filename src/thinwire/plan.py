@@ -23,7 +23,6 @@ from thinwire.schedule import Costs, Counts, Simulation, deal, grid, simulate, w
 from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
 
 WORTH = 0.03  # what another split, order or window must gain before the plain one is left
-_SLOW = 1.5  # a stage that computes so many times as long as any other is told
 _MEASURE_SECONDS = 5.0  # an update that takes longer is computed from its matrix products
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
 _PASSES = 3.0  # a forward and a backward of trained matrices have so many forwards' operations
@@ -328,20 +327,13 @@ def _lora_lines(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What would make the step shorter, or why a slow stage stays slow."""
+    """What would make the step shorter."""
     simulation, notes = plan.simulation, []
-    fast, slow = [math.inf, *sorted(simulation.compute_seconds)][-2:]
     if plan.better_split:
         counts, seconds = plan.better_split
         notes.append(
             f"note: pipeline.split = {counts} would take {seconds:.3f} s per step: stages would "
             "compute more equally long; its cuts lie elsewhere"
-        )
-    elif simulation.bound.startswith("compute") and slow > _SLOW * fast:
-        stage = simulation.compute_seconds.index(slow)
-        notes.append(
-            f"note: stage {stage} computes {slow / fast:.1f} times as long as any other, and no "
-            "split would be faster; fewer stages leave fewer to wait for it"
         )
     if plan.undelayed_seconds is not None:
         times = plan.undelayed_seconds / simulation.step_seconds
