@@ -12,7 +12,6 @@ import sys
 import tempfile
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from thinwire.codec.base import (
     Codec,
     Layout,
+    Leg,
     Parts,
     Payload,
     Place,
@@ -102,284 +102,65 @@ class Zstd(Wrapper):
         return left if left < self.inner.payload_limit(shape) else self.payload_limit(shape)
 
 
-class Feedback(Wrapper, Stateful):
-    """A wrapper that remembers in training what it sent; in evaluation it is its inner codec."""
+class Buffer:
+    """What feedback remembers: one tensor, made at the first one in training."""
 
-    suffix: str
-
-    def __init__(self, inner: Codec):
-        if any(isinstance(codec, Feedback) for _, codec in inner.walk()):
-            raise ConfigError(
-                f"{inner.name}+{self.suffix}: a codec can have only one kind of feedback: each "
-                "would treat the other's corrections as errors"
-            )
-        super().__init__(inner)
-
-    @property
-    def name(self) -> str:
-        return f"{self.inner.name}+{self.suffix}"
-
-    @property
-    def by_token(self) -> bool:
-        return self.inner.by_token
-
-    @abstractmethod
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        """Encode and remember."""
-
-    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        """Decode and remember; where only the sender remembers, decode."""
-        return self.inner.decode(parts, spec, place)
-
-    def encode(self, tensor: Tensor, place: Place) -> Parts:
-        return (self.encode_training if place.training else self.inner.encode)(tensor, place)
-
-    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        return (self.decode_training if place.training else self.inner.decode)(parts, spec, place)
-
-
-class Buffered(Feedback):
-    """Feedback with one buffer, made at the first tensor in training."""
-
-    _buffer: Tensor | None = None
-    _expected: TensorSpec | None = None
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._expected: TensorSpec | None = None
 
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        super().prepare(spec, surroundings)
+        """Know which tensors come."""
         self._expected = spec
 
-    def buffer(self, spec: TensorSpec) -> Tensor:
-        """The buffer, on the tensor's device; never changed in place. ValueError when it is of
-        other tensors.
-        """
+    def read(self, spec: TensorSpec, place: Place) -> Tensor:
+        """What is remembered, on the tensor's device; ValueError when it is of other tensors."""
         wanted = spec.shape, _working(spec.dtype)
-        if self._buffer is None:
+        if self._tensor is None:
             return torch.zeros(wanted[0], dtype=wanted[1], device=spec.device)
-        given = tuple(self._buffer.shape), self._buffer.dtype
+        given = tuple(self._tensor.shape), self._tensor.dtype
         if given != wanted:
             raise ValueError(
-                f"{self.name} needs a buffer of {wanted}, but has one of {given}: with feedback "
-                "neither the size of microbatches nor the precision can change"
+                f"feedback needs a buffer of {wanted}, but has one of {given}: neither the size of "
+                "microbatches nor the precision can change"
             )
-        return self._buffer.to(spec.device)
+        return self._tensor.to(spec.device)
 
-    def replace_buffer(self, old: Tensor, new: Tensor) -> None:
-        """Take the new one if all of it is finite."""
-        self._buffer = torch.where(new.isfinite().all(), new, old)
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {} if self._buffer is None else {"buffer": self._buffer}
-
-    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
-        if tensors.keys() - {"buffer"}:
-            raise ValueError(f"{self.name} remembers a buffer, but was given {sorted(tensors)}")
-        self._buffer = tensors.get("buffer")
-        if self._expected is not None:
-            self.buffer(self._expected)
-
-
-class ErrorFeedback(Buffered):
-    """EF: send c = C(x + e), then e += x - c. Only the sender remembers."""
-
-    suffix = "ef"
-
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        spec = spec_of(tensor)
-        error = self.buffer(spec)
-        wanted = tensor.to(error.dtype) + error
-        parts = self.inner.encode(wanted, place)
-        sent = self.inner.decode(parts, spec, place)
-        self.replace_buffer(error, wanted - sent.to(error.dtype))
-        return parts
-
-
-class MixedErrorFeedback(Buffered):
-    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
-    Only the sender remembers.
-    """
-
-    suffix = "ef-mixed"
-    size_varies = True  # between training and evaluation
-    from_bytes, expected_bytes = Codec.from_bytes, Codec.expected_bytes
-
-    def __init__(self, inner: Codec):
-        super().__init__(inner)
-        if not isinstance(inner, Sparse):
-            raise ConfigError(
-                f"ef-mixed spends half of a share on the tensor and half on the error, but "
-                f"{inner.name} has no share to halve; topk and randk have"
-            )
-        self._half = type(inner)(inner.share / 2)
-
-    def inside(self) -> dict[str, Codec]:
-        """One codec for both, since it remembers nothing: both send as much, each its own mask."""
-        return {"tensor": self._half, "error": self._half}
-
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        spec = spec_of(tensor)
-        error = self.buffer(spec)
-        parts = self._half.encode(tensor, place)
-        parts += self._half.encode(error, replace(place, salt=1))  # so it draws others
-        sent = self.decode_training(parts, spec, place)
-        self.replace_buffer(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)))
-        return parts
-
-    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        first = len(parts) // 2
-        sent = self._half.decode(parts[:first], spec, place)
-        return sent + self._half.decode(parts[first:], spec, replace(place, salt=1))
-
-    def layout(self, shape: Shape, place: Place) -> Layout:
-        if not place.training:
-            return self.inner.layout(shape, place)
-        return 2 * self._half.layout(shape, place)
-
-    def payload_limit(self, shape: Shape) -> int:
-        return max(2 * self._half.payload_limit(shape), self.inner.payload_limit(shape))
-
-
-class Mirrored(Feedback):
-    """Both ends know the same of a tensor, a: send C(x - a), then a += c; a is what arrives."""
-
-    @abstractmethod
-    def known(self, spec: TensorSpec, place: Place) -> Tensor:
-        """What both ends know of the tensor at a place."""
-
-    @abstractmethod
-    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        """Know better from now on, if it is finite; returns what arrives."""
-
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        spec = spec_of(tensor)
-        known = self.known(spec, place)
-        parts = self.inner.encode(tensor.to(known.dtype) - known, place)
-        self.decode_training(parts, spec, place)
-        return parts
-
-    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        known = self.known(spec, place)
-        change = self.inner.decode(parts, replace(spec, dtype=known.dtype), place)
-        return self.learn(known, known + change, place).to(spec.dtype)
-
-
-class EF21(Mirrored, Buffered):
-    """EF21: what both ends know is one buffer."""
-
-    suffix = "ef21"
-
-    def known(self, spec: TensorSpec, place: Place) -> Tensor:
-        return self.buffer(spec)
-
-    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        self.replace_buffer(known, better)
+    def write(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
+        """Know better from now on, if all of that is finite; returns it."""
+        self._tensor = torch.where(better.isfinite().all(), better, known)
         return better
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All of it, for a checkpoint."""
+        return {} if self._tensor is None else {"buffer": self._tensor}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; ValueError when it cannot be that."""
+        if tensors.keys() - {"buffer"}:
+            raise ValueError(f"feedback remembers a buffer, but was given {sorted(tensors)}")
+        self._tensor = tensors.get("buffer")
+        if self._expected is not None:
+            self.read(self._expected, Place(Leg.FORWARD, 0, 0))
+
     def fingerprint(self) -> str:
-        if self._buffer is None:
+        """Equal for two that remember the same."""
+        if self._tensor is None:
             return ""
-        return hashlib.sha256(bytes_of(self._buffer.cpu().contiguous())).hexdigest()
-
-
-class AQSGD(Mirrored):
-    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer. A
-    microbatch with an example that was not seen before travels whole, in bf16.
-    """
-
-    suffix = "aqsgd"
-    remembers_examples = True
-    size_varies = True  # between a first visit and later ones
-    expected_bytes = Codec.expected_bytes
-
-    def __init__(self, inner: Codec):
-        super().__init__(inner)
-        self._whole = Cast("bf16")
-        self._last: Codec = inner  # the one that encoded the parts to be written next
-        self._memory: ExampleMemory | None = None
-
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        super().prepare(spec, surroundings)
-        if not spec.shape:
-            raise ConfigError(f"{self.name} needs tensors with one row for each example")
-        self._memory = ExampleMemory(spec.shape[1:], surroundings, spec.device)
-
-    def encode(self, tensor: Tensor, place: Place) -> Parts:
-        self._last = self._used_at(place)
-        return super().encode(tensor, place)
-
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        if self._used_at(place) is self.inner:
-            return super().encode_training(tensor, place)
-        parts = self._whole.encode(tensor, place)
-        self.decode_training(parts, spec_of(tensor), place)
-        return parts
-
-    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        if self._used_at(place) is self.inner:
-            return super().decode_training(parts, spec, place)
-        for source in sparse_in(self.inner):
-            source.remember(place, torch.arange(elements(spec.shape), device=spec.device))
-        rows = self._whole.decode(parts, replace(spec, dtype=ROWS), place)
-        return self.learn(rows, rows, place).to(spec.dtype)
-
-    def known(self, spec: TensorSpec, place: Place) -> Tensor:
-        rows = self._room().read(self._examples(place), spec.device)
-        return rows.to(_working(spec.dtype)).view(spec.shape)
-
-    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        rows = better.to(ROWS)
-        if rows.isfinite().all():
-            self._room().write(self._examples(place), rows)
-        return rows
-
-    def layout(self, shape: Shape, place: Place) -> Layout:
-        return self._used_at(place).layout(shape, place)
-
-    def to_bytes(self, parts: Parts) -> Payload:
-        return self._last.to_bytes(parts)
-
-    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
-        return self._used_at(place).from_bytes(payload, spec, place)
-
-    def payload_limit(self, shape: Shape) -> int:
-        return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
-
-    def own_state(self) -> dict[str, Tensor]:
-        return {} if self._memory is None else self._memory.state_tensors()
-
-    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
-        if tensors or self._memory is not None:
-            self._room().load_state_tensors(tensors)
-
-    def fingerprint(self) -> str:
-        return "" if self._memory is None else self._memory.fingerprint()
-
-    def _used_at(self, place: Place) -> Codec:
-        """The codec whose parts travel: bf16 at a first visit, otherwise the inner one."""
-        is_first = place.training and not self._room().seen(self._examples(place))
-        return self._whole if is_first else self.inner
-
-    def _room(self) -> "ExampleMemory":
-        if self._memory is None:
-            raise ConfigError(f"{self.name} needs to know of examples: call prepare first")
-        return self._memory
-
-    def _examples(self, place: Place) -> tuple[int, ...]:
-        if place.examples is None:
-            raise ConfigError(
-                f"{self.name} remembers every training example, but microbatches do not name the "
-                "examples that they hold: use training data whose examples repeat"
-            )
-        return place.examples
+        return hashlib.sha256(bytes_of(self._tensor.cpu().contiguous())).hexdigest()
 
 
 class ExampleMemory:
-    """One row of bf16 numbers for each training example; in a folder a memory-mapped file without a
-    name, which goes when the process goes. Two ends are compared by checksums of rows.
+    """The same with a row of bf16 numbers for each training example; in a folder a memory-mapped
+    file without a name, which goes when the process goes.
     """
 
-    def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):
-        count, row = surroundings.examples, elements(row_shape)
-        need = bytes_needed(row_shape, count)
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """Make room for all examples; ConfigError when there is not enough."""
+        if not spec.shape:
+            raise ConfigError("aqsgd needs tensors with one row for each example")
+        count, row = surroundings.examples, elements(spec.shape[1:])
+        need = bytes_needed(spec.shape[1:], count)
         if need > surroundings.limit_bytes:
             raise ConfigError(
                 f"storing {row:,} numbers for each of {count:,} training examples takes "
@@ -389,29 +170,33 @@ class ExampleMemory:
         self._seen = np.zeros(count, dtype=np.bool_)
         self._checksums = np.zeros(count, dtype=np.uint32)
         if surroundings.folder is None:
-            self._rows = torch.zeros((count, row), dtype=ROWS, device=device)
+            self._rows = torch.zeros((count, row), dtype=ROWS, device=spec.device)
         else:
             self._rows = _mapped(count * row, surroundings.folder).view(count, row)
 
-    def seen(self, examples: Sequence[int]) -> bool:
-        """Whether all of these were written before."""
-        return bool(self._seen[list(examples)].all())
+    def seen(self, place: Place) -> bool:
+        """Whether all examples of a place were written before."""
+        return bool(self._seen[_examples(place)].all())
 
-    def read(self, examples: Sequence[int], spot: torch.device) -> Tensor:
-        """The rows of these examples, a copy on the device `spot`."""
-        return self._rows[list(examples)].to(spot)
+    def read(self, spec: TensorSpec, place: Place) -> Tensor:
+        """The rows of a place, on the tensor's device; zeros where one of them is not known."""
+        dtype = _working(spec.dtype)
+        if not self.seen(place):
+            return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
+        return self._rows[_examples(place)].to(spec.device).to(dtype).view(spec.shape)
 
-    def write(self, examples: Sequence[int], rows: Tensor) -> None:
-        """Replace the rows of these examples; of one that is there twice the last counts."""
-        for example, row in zip(examples, rows, strict=True):
-            kept = row.reshape(-1)
-            self._rows[example] = kept
-            self._seen[example] = True
-            self._checksums[example] = zlib.crc32(bytes_of(kept.cpu()))
-
-    def fingerprint(self) -> str:
-        """Equal for two memories that hold the same rows."""
-        return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
+    def write(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
+        """Know better from now on, if all of that is finite; returns it, as it is kept. Of an
+        example that is there twice the last row counts.
+        """
+        rows = better.to(ROWS)
+        if rows.isfinite().all():
+            for example, row in zip(_examples(place), rows, strict=True):
+                kept = row.reshape(-1)
+                self._rows[example] = kept
+                self._seen[example] = True
+                self._checksums[example] = zlib.crc32(bytes_of(kept.cpu()))
+        return rows
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All of it, not copied: to be written before the next tensor comes."""
@@ -435,6 +220,196 @@ class ExampleMemory:
             raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
+
+    def fingerprint(self) -> str:
+        """Equal for two memories that hold the same rows."""
+        return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
+
+
+class Feedback(Wrapper, Stateful):
+    """A wrapper that remembers in training what it sent; in evaluation it is its inner codec."""
+
+    suffix: str
+    memory_kind: type[Buffer | ExampleMemory] = Buffer
+
+    def __init__(self, inner: Codec):
+        if any(isinstance(codec, Feedback) for _, codec in inner.walk()):
+            raise ConfigError(
+                f"{inner.name}+{self.suffix}: a codec can have only one kind of feedback: each "
+                "would treat the other's corrections as errors"
+            )
+        super().__init__(inner)
+        self.memory = self.memory_kind()
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}+{self.suffix}"
+
+    @property
+    def by_token(self) -> bool:
+        return self.inner.by_token
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        super().prepare(spec, surroundings)
+        self.memory.prepare(spec, surroundings)
+
+    @abstractmethod
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        """Encode and remember."""
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        """Decode and remember; where only the sender remembers, decode."""
+        return self.inner.decode(parts, spec, place)
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        return (self.encode_training if place.training else self.inner.encode)(tensor, place)
+
+    def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        return (self.decode_training if place.training else self.inner.decode)(parts, spec, place)
+
+    def own_state(self) -> dict[str, Tensor]:
+        return self.memory.state_tensors()
+
+    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
+        self.memory.load_state_tensors(tensors)
+
+
+class ErrorFeedback(Feedback):
+    """EF: send c = C(x + e), then e += x - c. Only the sender remembers."""
+
+    suffix = "ef"
+
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        spec = spec_of(tensor)
+        error = self.memory.read(spec, place)
+        wanted = tensor.to(error.dtype) + error
+        parts = self.inner.encode(wanted, place)
+        sent = self.inner.decode(parts, spec, place)
+        self.memory.write(error, wanted - sent.to(error.dtype), place)
+        return parts
+
+
+class MixedErrorFeedback(Feedback):
+    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
+    Only the sender remembers.
+    """
+
+    suffix = "ef-mixed"
+    size_varies = True  # between training and evaluation
+    from_bytes, expected_bytes = Codec.from_bytes, Codec.expected_bytes
+
+    def __init__(self, inner: Codec):
+        super().__init__(inner)
+        if not isinstance(inner, Sparse):
+            raise ConfigError(
+                f"ef-mixed spends half of a share on the tensor and half on the error, but "
+                f"{inner.name} has no share to halve; topk and randk have"
+            )
+        self._half = type(inner)(inner.share / 2)
+
+    def inside(self) -> dict[str, Codec]:
+        """One codec for both, since it remembers nothing: both send as much, each its own mask."""
+        return {"tensor": self._half, "error": self._half}
+
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        spec = spec_of(tensor)
+        error = self.memory.read(spec, place)
+        parts = self._half.encode(tensor, place)
+        parts += self._half.encode(error, replace(place, salt=1))  # so it draws others
+        sent = self.decode_training(parts, spec, place)
+        self.memory.write(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)), place)
+        return parts
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        first = len(parts) // 2
+        sent = self._half.decode(parts[:first], spec, place)
+        return sent + self._half.decode(parts[first:], spec, replace(place, salt=1))
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        if not place.training:
+            return self.inner.layout(shape, place)
+        return 2 * self._half.layout(shape, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        return max(2 * self._half.payload_limit(shape), self.inner.payload_limit(shape))
+
+
+class EF21(Feedback):
+    """EF21: both ends know the same, a: send C(x - a), then a += c; a is what arrives."""
+
+    suffix = "ef21"
+
+    def used_at(self, place: Place) -> Codec:
+        """The codec whose parts travel."""
+        return self.inner
+
+    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
+        spec = spec_of(tensor)
+        known = self.memory.read(spec, place)
+        parts = self.used_at(place).encode(tensor.to(known.dtype) - known, place)
+        self.decode_training(parts, spec, place)
+        return parts
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        known = self.memory.read(spec, place)
+        change = self.used_at(place).decode(parts, replace(spec, dtype=known.dtype), place)
+        return self.memory.write(known, known + change, place).to(spec.dtype)
+
+    def fingerprint(self) -> str:
+        return self.memory.fingerprint()
+
+
+class AQSGD(EF21):
+    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer. A
+    microbatch with an example that was not seen before travels whole, in bf16.
+    """
+
+    suffix = "aqsgd"
+    remembers_examples = True
+    size_varies = True  # between a first visit and later ones
+    expected_bytes = Codec.expected_bytes
+    memory_kind = ExampleMemory
+    memory: ExampleMemory
+
+    def __init__(self, inner: Codec):
+        super().__init__(inner)
+        self._whole = Cast("bf16")
+        self._last: Codec = inner  # the one that encoded the parts to be written next
+
+    def used_at(self, place: Place) -> Codec:
+        is_known = not place.training or self.memory.seen(place)
+        return self.inner if is_known else self._whole
+
+    def encode(self, tensor: Tensor, place: Place) -> Parts:
+        self._last = self.used_at(place)
+        return super().encode(tensor, place)
+
+    def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
+        if self.used_at(place) is self._whole:  # past a sparse codec, whose mask is all then
+            for source in sparse_in(self.inner):
+                source.remember(place, torch.arange(elements(spec.shape), device=spec.device))
+        return super().decode_training(parts, spec, place)
+
+    def layout(self, shape: Shape, place: Place) -> Layout:
+        return self.used_at(place).layout(shape, place)
+
+    def to_bytes(self, parts: Parts) -> Payload:
+        return self._last.to_bytes(parts)
+
+    def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
+        return self.used_at(place).from_bytes(payload, spec, place)
+
+    def payload_limit(self, shape: Shape) -> int:
+        return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
+
+
+def _examples(place: Place) -> list[int]:
+    if place.examples is None:
+        raise ConfigError(
+            "aqsgd remembers every training example, but microbatches do not name the examples "
+            "that they hold: use training data whose examples repeat"
+        )
+    return list(place.examples)
 
 
 def bytes_needed(row_shape: Shape, examples: int) -> int:
