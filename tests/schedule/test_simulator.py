@@ -141,8 +141,8 @@ def test_the_window_table_trades_memory_for_time():
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
-    ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
+    ({"costs": costs(3)}, r"costs.forward = .*: 2 numbers are needed"),
+    ({"costs": costs(2, forward=-1.0)}, r"costs.forward = \[-1.0, -1.0\]: .* 0 or more"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated(changes, message):
     arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes

@@ -26,7 +26,7 @@ NONE = [float("nan"), float("inf"), -float("inf")]
     ("changes", "message"),
     [
         ({"pipeline__stages": 5, "pipeline__microbatches": 8}, "stages = 5 .* 4 layers"),
-        ({"pipeline__split": [0, 4]}, "every stage needs at least one"),
+        ({"pipeline__split": [0, 4]}, "must name one layer or more for each of 2"),
         ({"pipeline__microbatches": 1}, "1f1b with pipeline.microbatches = 1 .*stages = 2"),
         ({"pipeline__window": -2}, "pipeline.window = -2 .*; 0 = the schedule's own"),
         ({"train__batch": 9}, "batch = 9 sequences do not divide .*microbatches = 4"),

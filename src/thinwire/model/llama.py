@@ -37,26 +37,19 @@ class LayerPlan:
 
 
 class KeyValues:
-    """What attention keeps of the positions before, in memory made once for a context."""
+    """What attention keeps of the positions before."""
 
-    def __init__(self, context: int):
+    def __init__(self) -> None:
         self.length = 0
-        self._context = context
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Take in the next positions; returns those of all S so far, (B, K, S, E)."""
-        if self._keys is None or self._values is None:
-            batch, heads, _, width = k_BKTE.shape
-            self._keys = k_BKTE.new_empty(batch, heads, self._context, width)
-            self._values = torch.empty_like(self._keys)
-        start, end = self.length, self.length + k_BKTE.shape[2]
-        assert end <= self._context, "a model has no positions beyond its context"
-        self._keys[:, :, start:end] = k_BKTE
-        self._values[:, :, start:end] = v_BKTE
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        if self._kept is not None:
+            k_BKTE = torch.cat((self._kept[0], k_BKTE), dim=2)
+            v_BKTE = torch.cat((self._kept[1], v_BKTE), dim=2)
+        self.length, self._kept = k_BKTE.shape[2], (k_BKTE, v_BKTE)
+        return k_BKTE, v_BKTE
 
 
 class RMSNorm(nn.Module):
@@ -178,7 +171,7 @@ class Block(nn.Module):
 
     def new_past(self) -> KeyValues:
         """The past of this block before the first position."""
-        return KeyValues(len(self.cos_TE))
+        return KeyValues()
 
 
 class Llama:

@@ -205,25 +205,16 @@ def split_layers(layers: int, config_split: list[int], stages: int) -> list[rang
             f"pipeline.stages = {stages} but the model has {layers} layers: every stage needs "
             "at least one; use fewer stages or more layers"
         )
-    counts = list(config_split)
-    if counts:
-        if len(counts) != stages:
-            raise ConfigError(
-                f"pipeline.split = {counts} names {len(counts)} stages but "
-                f"pipeline.stages = {stages}; give one number per stage, or none"
-            )
-        if min(counts) < 1:
-            raise ConfigError(f"pipeline.split = {counts}: every stage needs at least one layer")
-        if sum(counts) != layers:
-            raise ConfigError(
-                f"pipeline.split = {counts} adds up to {sum(counts)} but the model has "
-                f"{layers} layers"
-            )
-    else:
-        share, remainder = divmod(layers, stages)
-        counts = [share] * stages
+    share, remainder = divmod(layers, stages)
+    counts = list(config_split) or [share] * stages
+    if not config_split:
         for stage in [*range(1, stages - 1), 0, stages - 1][:remainder]:
             counts[stage] += 1
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != layers:
+        raise ConfigError(
+            f"pipeline.split = {counts} must name one layer or more for each of "
+            f"{stages} stages (pipeline.stages) and add up to the {layers} of the model"
+        )
     ends = itertools.accumulate(counts)
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 

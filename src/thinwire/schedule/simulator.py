@@ -294,13 +294,11 @@ def _check(what: str, lists: Costs | Links, stages: int) -> None:
     """Refuse lists of the wrong length and numbers that are no amount."""
     for name, values in vars(lists).items():
         wanted = stages - 1 if name == "latency_s" or name.endswith("bytes") else stages
-        if len(values) != wanted and (values or name != "row_bytes"):
-            raise ConfigError(
-                f"{what}.{name} has {len(values)} numbers, {stages} stages need {wanted}"
-            )
-        for value in values:
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{what}.{name} = {value}: must be 0 or more, and finite")
+        is_left_out = not values and name == "row_bytes"
+        if (len(values) != wanted and not is_left_out) or not all(
+            0 <= v < math.inf for v in values
+        ):
+            raise ConfigError(f"{what}.{name} = {values}: {wanted} numbers are needed, 0 or more")
 
 
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
