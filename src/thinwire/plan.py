@@ -164,9 +164,8 @@ def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: in
 
 
 def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
-    """Bytes of weights, gradients, optimizer state, token table and activations in flight; under
-    autocast also of one rounded copy of weights. Frozen weights have neither copy, gradient nor
-    state. With delayed updates all but the state is there twice.
+    """Bytes of weights, gradients, optimizer state, token table and activations in flight, and of a
+    rounded copy under autocast. With delayed updates all but the state is there twice.
     """
     width, twice = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.overlap
     states = 2 * twice + (3 if settings.optim.name == "adamw" else 2)  # gradient, moments
@@ -195,10 +194,9 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
 
 
 def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
-    """The rates at which this machine trains one block and updates parameters as there are in the
-    model, with the threads of a stage of a local run. Large models are measured on a part of a
-    microbatch (rates grow with size), what is emulated once, on a hundredth of that. Updates of
-    adapters are few: they cost nothing.
+    """How fast this machine trains one block, and updates parameters as the model has them, with
+    the threads of a stage of a local run. Large models are measured on a part of a microbatch, and
+    what is emulated once, on a hundredth of that. Updates of adapters cost nothing: they are few.
     """
     device, dtype = choose_device(settings.run.device, 0), WEIGHT_TYPES[settings.run.precision]
     most = _MEASURE_FLOPS / _PASSES

@@ -58,9 +58,8 @@ def option(
     auto: float | None = None,
     scope: Scope = "result",
 ) -> Any:
-    """A config field with its default, its one-line explanation, and its allowed values. A number
-    must be at least 0, unless other bounds are given; `auto` is a number outside them that stands
-    for a choice of our own, or for none, and so is a default below 0.
+    """A config field with its default, its explanation, and its allowed values. A number must be at
+    least 0, unless other bounds are given; `auto`, or a default below 0, stands for our choice.
     """
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     least = least if above is None else None
@@ -78,9 +77,7 @@ def option(
 
 
 def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """Build the dataclass `cls`, and those in it, from a plain mapping; refuse unknown keys and
-    wrong types. `where` is the dotted place of the mapping, for messages ("model.dim").
-    """
+    """Build `cls`, and what is in it, from a mapping; `where` is its dotted place, for messages."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where or 'config'} must be a table of keys, got {values!r}")
     hints = typing.get_type_hints(cls)
@@ -104,9 +101,7 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
 
 
 def to_toml(config: Any, resolved: Any | None = None) -> str:
-    """The sections of a config as TOML: every key with its value and what it means, and what it is
-    in `resolved`, if that is another value.
-    """
+    """A config as TOML: each key with what it means, and its value in `resolved` if it differs."""
     lines = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)

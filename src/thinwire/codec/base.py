@@ -49,8 +49,8 @@ class Place:
     @property
     def key(self) -> int:
         """63 bits that differ from place to place: the key of everything random here."""
-        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}/{self.salt}"
-        text = f"{self.seed}/{where}"
+        where = self.seed, self.cut, self.leg.value, self.step, self.microbatch, self.salt
+        text = "/".join(map(str, where))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -173,9 +173,7 @@ class Codec(ABC):
         return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
 
     def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
-        """Bytes to plan with for this shape: what `pack` may need at most, unless more is known.
-        `coded`: what an entropy coder is expected to leave of them.
-        """
+        """Bytes to plan with; `coded`: those that an entropy coder is expected to leave of them."""
         return self.payload_limit(shape)
 
     # What users of codecs call.
@@ -210,7 +208,7 @@ class Codec(ABC):
         return bool(self.stateful())
 
     def agreement(self) -> str:
-        """The fingerprints of all that both ends must remember alike; empty where there is none."""
+        """The fingerprints of all that both ends must remember alike."""
         return "".join(codec.fingerprint() for codec in self.stateful().values())
 
     def state_tensors(self) -> dict[str, Tensor]:

@@ -78,9 +78,7 @@ class CodecConfig:
             build_codecs(*self.names(cut), where=f"codec.cuts[{place}]")
 
     def _overrides(self, cuts: int | None = None) -> dict[int, dict[str, str]]:
-        """The names by leg of each cut that is listed, in that order; others than `cuts` there are,
-        if that is known, are refused.
-        """
+        """The names by leg of each cut that is listed; one that is not below `cuts` is refused."""
         found: dict[int, dict[str, str]] = {}
         for place, text in enumerate(self.cuts):
             where = f'codec.cuts[{place}] = "{text}"'

@@ -119,9 +119,7 @@ class Sparse(Codec):
 
 
 class TopK(Sparse):
-    """The k = max(1, round(share * n)) elements of largest magnitude of every sample; of equal ones
-    those with the lowest position, and NaN is larger than infinity, on every device.
-    """
+    """The max(1, round(share * n)) largest of a sample; of equal ones the first, and NaN first."""
 
     word = "topk"
 
@@ -153,9 +151,7 @@ class TopK(Sparse):
 
 
 class RandK(Sparse):
-    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place by both
-    ends. If anything in the tensor is not finite, all that travels is NaN.
-    """
+    """A share of the whole tensor, drawn by both ends; all NaN if anything in it is not finite."""
 
     word = "randk"
 
@@ -176,9 +172,7 @@ class RandK(Sparse):
 
 
 class SharedMask(Codec):
-    """For the way back: the values at the positions that went forward in the same step and
-    microbatch, in their order. If anything in the gradient is not finite, all are NaN.
-    """
+    """For the way back: the values where elements went forward; all NaN if any is not finite."""
 
     name = "topk(shared)"
 

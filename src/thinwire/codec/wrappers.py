@@ -46,9 +46,7 @@ _BOOKKEEPING = 5  # bytes per example: whether it was seen, and the checksum of 
 
 
 class Zstd(Wrapper):
-    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum. A
-    frame that says another size than expected is refused before any memory is taken for it.
-    """
+    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum."""
 
     content_decides_size = True
 
@@ -151,9 +149,7 @@ class Buffer:
 
 
 class ExampleMemory:
-    """The same with a row of bf16 numbers for each training example; in a folder a memory-mapped
-    file without a name, which goes when the process goes.
-    """
+    """The same with a row of bf16 for each example; in a folder, in a file without a name."""
 
     def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
         """Make room for all examples; ConfigError when there is not enough."""
@@ -186,9 +182,7 @@ class ExampleMemory:
         return self._rows[_examples(place)].to(spec.device).to(dtype).view(spec.shape)
 
     def write(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        """Know better from now on, if all of that is finite; returns it, as it is kept. Of an
-        example that is there twice the last row counts.
-        """
+        """As of a buffer; returns what is kept. Of one example in two rows the last counts."""
         rows = better.to(ROWS)
         if rows.isfinite().all():
             for example, row in zip(_examples(place), rows, strict=True):
@@ -290,9 +284,7 @@ class ErrorFeedback(Feedback):
 
 
 class MixedErrorFeedback(Feedback):
-    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
-    Only the sender remembers.
-    """
+    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the codec with half its share."""
 
     suffix = "ef-mixed"
     size_varies = True  # between training and evaluation
@@ -360,9 +352,7 @@ class EF21(Feedback):
 
 
 class AQSGD(EF21):
-    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer. A
-    microbatch with an example that was not seen before travels whole, in bf16.
-    """
+    """AQ-SGD: EF21 with a row for each example, in bf16, in which a new one travels whole."""
 
     suffix = "aqsgd"
     remembers_examples = True

@@ -103,9 +103,7 @@ class ModelConfig:
         return self.heads * self.head_dim
 
     def resolved(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
-        """The same config with every 0 filled from the preset, and the spread of the embedding;
-        checked for consistency.
-        """
+        """The same, checked, with every 0 filled from the preset, and the embedding's spread."""
         filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
         missing = [f"model.{key}" for key, size in filled.items() if not size]
         if missing:

@@ -93,9 +93,7 @@ def is_adapter(name: str) -> bool:
 
 
 def attach_adapters(layers: nn.Module, config: LoraConfig) -> None:
-    """Freeze all parameters of these layers, and give their target matrices adapters: by a hook and
-    not a layer around each, which works on every kind, and renames nothing.
-    """
+    """Freeze these layers and give target matrices adapters: by hooks, which rename nothing."""
     scale = config.scale
 
     def add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:

@@ -217,9 +217,7 @@ class Llama:
 
     @torch.no_grad()
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Fill a parameter from its global name and the seed alone, whatever the split. Writers to
-        the stream start smaller, by the number of writes that add up; adapters as peft has them.
-        """
+        """Fill a parameter from its global name and the seed alone, whatever the split."""
         if name.endswith((f"{UP}.weight", ".bias")):
             parameter.zero_()
         elif name.endswith(f"{DOWN}.weight"):
@@ -245,9 +243,7 @@ class Llama:
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
-        """Of one backward, which multiplies each matrix twice: for its own gradient, and for that
-        of what it read. With frozen matrices attention alone has two products.
-        """
+        """Of one backward: each product of the forward twice; if frozen only those of attention."""
         forward = self.forward_flops(blocks, batch)
         attention = len(blocks) * self._attention_flops(batch * self._config.context)
         return forward + (attention if frozen else forward)
@@ -266,9 +262,7 @@ class Llama:
         return batch * config.context * len(blocks) * kept
 
     def probe(self, batch: int, most_flops: float) -> tuple[nn.Module, tuple[int, ...], float]:
-        """To measure a machine with: the first block, the shape of as much of a batch as costs no
-        more than so many operations, and the operations of its forward.
-        """
+        """To measure a machine: a block, a shape of so many operations at most, and how many."""
         config = self._config
         tokens = batch * config.context
         share = min(1.0, most_flops / self._block_flops(tokens))

@@ -86,9 +86,8 @@ class SubspaceAdamW(Optimizer):
     """AdamW whose second moment is one number per input unit of held parameters, the mean over the
     model dimension: an update stays in S if the gradient is in it, which Adam's own would not.
 
-    Give it a constraint: then `step` first projects the gradients of the parameters it holds, and
-    updates all others as AdamW does. (Clip after `constraint.project_gradients()`: the part that is
-    projected away must not count.) Or give groups an `axis` and project yourself.
+    With a constraint `step` first projects the gradients of what it holds (clip after
+    `constraint.project_gradients()`). Or give groups an `axis` and project yourself.
     """
 
     def __init__(
@@ -133,10 +132,8 @@ class SubspaceAdamW(Optimizer):
 
 
 class RowAdamW(Optimizer):
-    """AdamW for a table of which only some rows are updated at a time, each by what AdamW would
-    have done to it since the last time: moments fade by as many updates as have passed, and the
-    step is as long as the steps would be together that AdamW makes with fading moments.
-
+    """AdamW for a table of which a few rows are updated at a time, by what AdamW would have done
+    since the last time: moments fade, and a step is as long as those of fading moments together.
     `changes` gives the changes of rows; whoever holds the table adds them, and `step` changes none.
     """
 
@@ -182,9 +179,8 @@ class Muon(Optimizer):
     directions all count alike, by Newton-Schulz iterations, which keep a subspace. With a group's
     `basis` they are done in its coordinates: less work, and no rounding can lead out.
 
-    On a GPU matrices of one shape are orthogonalised together, in bfloat16. On a CPU each is by
-    itself and in its own precision, so that a weight does not depend on which others share its
-    stage.
+    On a GPU matrices of one shape are orthogonalised together, in bfloat16; on a CPU one by one, in
+    their own precision, so that a weight does not depend on which others share its stage.
     """
 
     def __init__(

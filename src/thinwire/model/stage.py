@@ -57,10 +57,8 @@ def with_ends(
     known: Tensor | None,
     bound: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """A layer with the ends of the cuts beside it, where it has any.
-
-    What the stage itself knows of the tokens is added at its first end and taken off at its last;
-    it is returned too. With `bound` no token's gradient outgrows the others' from layer to layer.
+    """A layer with the ends of the cuts beside it. What the stage knows of the tokens is added at
+    its first end and taken off at its last; it is returned too. `bound`: of a token's gradient.
     """
     if bound and x.is_floating_point():
         x = _Bounded.apply(x, bound)
@@ -73,10 +71,9 @@ def with_ends(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of the model, from token ids or what the incoming boundary decodes, to
-    logits or what the outgoing one sends. A stage without either is the whole model. `next_name` is
-    the layer that follows the outgoing boundary. `bound` is the most gradient that a layer sends
-    back for one token, as a multiple of the mean token's.
+    """Consecutive layers of the model with an end of a cut on either side, or from token ids or to
+    logits. `next_name` is the layer behind the outgoing one. `bound` is the most gradient
+    that a layer sends back for one token, as a multiple of the mean token's.
     """
 
     def __init__(
@@ -109,11 +106,8 @@ class Stage(nn.Module):
         return self.incoming is not None and any(end is not None and end.needs_ids for end in ends)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, past: Past | None = None) -> Tensor:
-        """From the model's inputs, or from what was received, to what is sent on.
-
-        `ids` are the token ids of what was received, where `needs_ids`. With a past, of the
-        positions that follow those in it; layers are not compiled then, for each would be another
-        shape.
+        """From the model's inputs, or what was received, to what is sent on. `ids` are its token
+        ids, where `needs_ids`. With a past, of the positions that follow, and then not compiled.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
         if isinstance(outgoing, SubspaceBoundary) and outgoing.anchored:

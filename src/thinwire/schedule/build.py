@@ -73,11 +73,8 @@ class Schedule:
         return [action for _, action in self.stream(stage, 0, 1)]
 
     def stream(self, stage: int, first: int, until: int) -> Iterator[tuple[int, Action]]:
-        """What a stage does from step `first` to the one before `until`: the step and the action.
-
-        With delayed updates the first microbatches of a step, `delay` of them, are computed without
-        the update of the step before, so they need not wait for its backwards, and a stage may hold
-        as many microbatches from the first step to the last.
+        """The actions of steps `first` to `until` - 1, each with its step. With a delay the first
+        microbatches of a step do not wait for the backwards of the step before, nor for its update.
         """
         numbers, update = range(self.microbatches), Action(Kind.U)
         coming = deque(itertools.product(range(first, until), numbers))
@@ -187,9 +184,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
 
 
 def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int:
-    """Most microbatches that 1f1b holds on a stage: `window` on the first, 1 on the last, and in
-    between on a straight line. It never grows from one stage to the next, so nothing can deadlock.
-    """
+    """Most microbatches that a stage holds in 1f1b: from `window` on the first on a line to 1."""
     if stages == 1:
         return 1
     above = stages - 1 - stage
@@ -197,9 +192,7 @@ def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int
 
 
 def split_layers(layers: int, config_split: list[int], stages: int) -> list[range]:
-    """The contiguous layers of each stage. An uneven remainder goes to the middle stages first, and
-    last to the last one: the ends also hold the embedding and the (dearer) head with the loss.
-    """
+    """The layers of each stage; a remainder goes to the middle first, for the ends hold more."""
     if stages > layers:
         raise ConfigError(
             f"pipeline.stages = {stages} but the model has {layers} layers: every stage needs "

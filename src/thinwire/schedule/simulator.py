@@ -23,9 +23,7 @@ ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per action of each stage, and bytes per microbatch over each cut, of which there is
-    one fewer. Rows of a shared embedding cross once a step, gradients down and changes up.
-    """
+    """Seconds per action of each stage; bytes over each cut, per microbatch (rows: per step)."""
 
     forward: list[float]
     backward: list[float]
@@ -187,9 +185,7 @@ class Play:
                 return
 
     def _turns(self, stage: int, schedule: Schedule, steps: int) -> Iterator[_Turn]:
-        """What a stage does in so many steps: its turns, and in between what it sends. Behind the
-        last backwards a tally goes down from stage to stage, and then the verdict up.
-        """
+        """What a stage does in so many steps: its turns, and in between what it sends."""
         below, above = stage - 1, stage + 1
         for step, action in schedule.stream(stage, 0, steps):
             if action.kind is Kind.U:
@@ -309,9 +305,8 @@ MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step. Spans count from its start on stage 0; other stages may begin before.
-    `compute_seconds` is work, which takes longer where cores are shared. `chain` are the parts of
-    the longest chain of causes through the step.
+    """One simulated step. Spans count from its start on stage 0. `compute_seconds` is work, which
+    takes longer where cores are shared; `chain` is the longest chain of causes through the step.
     """
 
     schedule: Schedule
@@ -391,10 +386,8 @@ def simulate(
     steps: int = 3,
     cores: float | None = None,
 ) -> Simulation:
-    """Play `steps` steps and report on the last; with delayed updates on the mean of some amid
-    others. With `cores`, the stages share one machine on which so many compute at full speed at
-    once. Two steps reach the steady state, for at its verdict every stage is idle and every link
-    empty.
+    """Play `steps` steps and report on the last, for which two are enough; with delayed updates on
+    the mean of some amid others. `cores`: how many stages of one machine compute at full speed.
     """
     links = (network or Network()).links(schedule.stages)
     _check("costs", costs, schedule.stages)
@@ -436,9 +429,7 @@ def window_table(
     cores: float | None = None,
     delay: int = 0,
 ) -> list[tuple[int, float, list[int]]]:
-    """(window, seconds per step, microbatches held by each stage) for 1f1b. Many microbatches take
-    long to play: there windows double, and end where more gain nothing.
-    """
+    """(window, seconds per step, microbatches held by each stage) for 1f1b."""
     many = microbatches > MANY_MICROBATCHES
     windows, window = {1, max(1, stages // 2), microbatches}, stages
     while window < microbatches:
@@ -466,9 +457,7 @@ def cells(schedule: Schedule) -> list[list[str]]:
 
 
 def grid(schedule: Schedule, most: int = 0, ends: int = 0) -> str:
-    """Draw `cells`: a row per stage, a column per slot; if there are more than `most`, only so many
-    at both `ends`.
-    """
+    """Draw `cells`, a row per stage; of more columns than `most` only so many at both `ends`."""
     rows = cells(schedule)
     rows = [[str(slot) for slot in range(len(rows[0]))], *rows]
     left_out = len(rows[0]) - 2 * ends if 0 < most < len(rows[0]) else 0

@@ -47,9 +47,8 @@ def size_word(settings: Settings, cut: int) -> str:
 
 
 def row_bytes(settings: Settings) -> int:
-    """Bytes of the frame that carries rows of a shared embedding up, or their gradients down, in
-    the mean step, if tokens follow Zipf's law: those down to some rank come up `row_tokens` times
-    in every step, further ones in several steps, and the rest when it is their turn.
+    """Bytes of the frame of a shared embedding's rows in the mean step, by Zipf's law: some tokens
+    come up `row_tokens` times in every step, others in several, the rest when it is their turn.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
@@ -108,9 +107,7 @@ def logged_steps(settings: Settings) -> int:
 
 
 def checkpoint_interval(settings: Settings) -> int:
-    """Steps between checkpoints: those of `train.checkpoint_every`, or fewer where the logs of what
-    stages send would be full before; 0: only at the end, -1: none.
-    """
+    """Steps between checkpoints, few enough for the logs; 0: only at the end, -1: none."""
     every = settings.train.checkpoint_every
     return every if every < 0 else min(filter(None, (every, logged_steps(settings))), default=0)
 

@@ -18,9 +18,8 @@ _OF_A_RECIPE = ("boundary", "codec", "optim")
 
 
 def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool = False) -> Settings:
-    """Settings from a TOML file (or the defaults) with `section.key=value` overrides applied. A
-    folder stands for the run in it; it may come from someone else, so its plugins need
-    `allow_plugins`.
+    """Settings from a TOML file (or the defaults) with `section.key=value` overrides. The folder of
+    a run may come from someone else, so its plugins need `allow_plugins`.
     """
     asked = load_asked(path, overrides)
     if path is not None and path.is_dir() and asked.codec.plugins and not allow_plugins:

@@ -184,9 +184,7 @@ class Settings:
         return dataclasses.replace(settings, boundary=boundary, optim=optim)
 
     def relaxed(self) -> "Settings":
-        """The inverse of `resolved`, for people: a value that a preset or "auto" gives is left to
-        them, so what follows from a key that is changed does not stay behind.
-        """
+        """The inverse of `resolved`, for people: what a preset or "auto" gives is left to them."""
         freest = self
         for section, key, value in _LEFT_OPEN:
             freer = freest.with_keys(section, **{key: value})
