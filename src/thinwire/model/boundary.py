@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.optim import Role
 from thinwire.model.subspace import Space, fixed_table
 
 
@@ -25,11 +24,6 @@ class Boundary(nn.Module, ABC):
     own_tables = False
     """Whether stages have token tables (`known`), added where the stream enters and taken off where
     it leaves. The first stage's is the embedding."""
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        """What its parameters are to an optimizer, by their names here."""
-        return {}
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
@@ -120,10 +114,6 @@ class ProjectedBoundary(SubspaceBoundary):
             return None
         rows = _rows(self.table, ids_BT)
         return rows if self.widen is None else F.linear(rows, self.widen)
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        return {} if self.shared else {"table": Role.TABLE, "widen": Role.MATRIX}
 
 
 def _rows(table: Tensor | None, ids_BT: Tensor | None) -> Tensor:

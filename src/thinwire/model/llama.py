@@ -10,8 +10,8 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +19,17 @@ from torch.nn import functional as F
 
 from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
 from thinwire.model.layers import DOWN, UP, InSpaceEmbedding, Narrow, writer
-from thinwire.model.optim import Role
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # as a Hugging Face Llama calls them
 WRITERS = ("o_proj.weight", "down_proj.weight")
 _COSINES = threading.Lock()
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """One layer of the model before it exists: its global name and how to make it."""
 
     name: str
     make: Callable[[], nn.Module]
-    role: Role | None = None
-    """What its matrices are to an optimizer."""
 
 
 class KeyValues:
@@ -194,15 +190,14 @@ class Llama:
 
         def block(index: int) -> LayerPlan:
             held = narrow if narrow is not None and index < narrow.blocks else None
-            make = partial(Block, config, held)
-            return LayerPlan(self.block_name(index), make, Role.MATRIX)
+            return LayerPlan(self.block_name(index), partial(Block, config, held))
 
         head = partial(nn.Linear, config.dim, config.vocab, bias=False)
         return [
-            LayerPlan(EMBEDDING, embedding, Role.TABLE),
+            LayerPlan(EMBEDDING, embedding),
             *map(block, range(config.layers)),
             LayerPlan("model.norm", partial(RMSNorm, config.dim, config.norm_eps)),
-            LayerPlan(HEAD, head, Role.HEAD),
+            LayerPlan(HEAD, head),
         ]
 
     def stage_layers(self, blocks: range, narrow: Narrow | None = None) -> list[LayerPlan]:

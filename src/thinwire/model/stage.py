@@ -88,7 +88,6 @@ class Stage(nn.Module):
         super().__init__()
         self.bound = bound
         self.names = [plan.name for plan in plans]
-        self._roles = [plan.role for plan in plans]
         self._next_name = next_name
         self.layers = nn.ModuleList(plan.make() for plan in plans)
         self.incoming = incoming
@@ -168,18 +167,13 @@ class Stage(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """What parameters are to an optimizer, by global name, of those that have a role."""
-        of_layers = {
-            f"{name}.{local}": role
-            for name, layer, role in zip(self.names, self.layers, self._roles, strict=True)
-            for local, parameter in layer.named_parameters()
-            if role is not None and parameter.ndim > 1
-        }
-        of_ends = {
-            f"{name}.{local}": role
-            for name, end in self._ends().items()
-            for local, role in end.roles.items()
-        }
-        return of_layers | of_ends
+        found = {}
+        for name, parameter in self.owned_parameters().items():
+            if name == f"{EMBEDDING}.weight" or name.endswith(".table"):
+                found[name] = Role.TABLE
+            elif parameter.ndim > 1:
+                found[name] = Role.HEAD if name == f"{HEAD}.weight" else Role.MATRIX
+        return found
 
     def _ends(self) -> dict[str, Boundary]:
         """The boundaries by global name."""
