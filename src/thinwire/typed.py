@@ -24,6 +24,7 @@ Scope = typing.Literal["result", "keeping", "machine"]
 how a run is named, watched, kept and hurried; or it is each machine's own."""
 _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
+_MANY = 10**9  # the most of what is counted, unless another bound is given
 
 Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 """A float that is neither NaN nor infinite, where others may be, such as a loss."""
@@ -59,10 +60,13 @@ def option(
     scope: Scope = "result",
 ) -> Any:
     """A config field with its default, its explanation, and its allowed values. A number must be at
-    least 0, unless other bounds are given; `auto`, or a default below 0, stands for our choice.
+    least 0, and one that counts at most `_MANY`, unless other bounds are given; `auto`, or a
+    default below 0, stands for our choice.
     """
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     least = least if above is None else None
+    if isinstance(default, int) and least is not None and most is None:
+        most = _MANY
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     metadata = {
         "help": help,

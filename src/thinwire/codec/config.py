@@ -42,7 +42,6 @@ class CodecConfig:
         1024,
         "+aqsgd: memory in MB for stored examples, per cut, direction and side",
         least=1,
-        most=10**9,
         scope="machine",
     )
 

@@ -188,9 +188,7 @@ class BoundaryConfig:
         0.0, "with rank = 0: the rank is model.dim / ratio, rounded down", least=1, auto=0
     )
     basis_seed: int = option(0, "seed of the basis and of the fixed token table", least=None)
-    basis_update_every: int = option(
-        0, "steps between updates of the shared basis; 0 = never", most=10**9
-    )
+    basis_update_every: int = option(0, "steps between updates of the shared basis; 0 = never")
     basis_rate: float = option(
         0.5, "step size of such an update; 1 is about one power iteration", above=0
     )
@@ -206,13 +204,9 @@ class BoundaryConfig:
         16,
         "anchor = embedding: a row is updated on all stages once its token was seen so often",
         least=1,
-        most=10**9,
     )
     row_steps: int = option(
-        100,
-        "anchor = embedding: steps after which a row is updated if it was seen at all",
-        least=1,
-        most=10**9,
+        100, "anchor = embedding: steps after which a row is updated if it was seen at all", least=1
     )
     table: int = option(
         0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim"

@@ -129,7 +129,6 @@ class PipelineConfig:
         "most microbatches in flight on the first stage; more hide delays and take memory; "
         "-1 = twice the stages, or on a host what is fastest within the peers' memory; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
-        most=10**9,
         scope="keeping",  # it changes no bit: gradients are summed in one order
     )
     delay: int = option(

@@ -85,7 +85,7 @@ class RunConfig:
 class TrainConfig:
     """`[train]`: how long, how much at once, how often to look and to save."""
 
-    steps: int = option(200, "optimizer steps", least=1, most=10**9)
+    steps: int = option(200, "optimizer steps", least=1)
     batch: int = option(
         16, "global batch: sequences per step, over all microbatches", least=1, most=2**24
     )
@@ -95,26 +95,20 @@ class TrainConfig:
         "the seed",
         scope="machine",
     )
-    eval_every: int = option(100, "steps between validations; 0 = only first and last", most=10**9)
+    eval_every: int = option(100, "steps between validations; 0 = only first and last")
     eval_batches: int = option(
         -1,
         "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens, "
         "or all there are; 0 = the whole validation set",
-        most=10**9,
     )
     checkpoint_every: int = option(
-        100,
-        "steps between checkpoints; 0 = only at the end, -1 = none",
-        least=-1,
-        most=10**9,
-        scope="keeping",
+        100, "steps between checkpoints; 0 = only at the end, -1 = none", least=-1, scope="keeping"
     )
     log_mb: int = option(
         4096,
         "megabytes of frames that each end of a link keeps on disk since the last checkpoint, so "
         "that a lost stage is computed again and nothing else; a checkpoint is saved before they "
         "are full; 0 = none: a lost stage costs the steps since the last checkpoint",
-        most=10**9,
         scope="keeping",
     )
     audit: bool = option(
@@ -133,7 +127,6 @@ class TrainConfig:
         "checkpoints to keep; older ones are deleted, but never the last known good one or that "
         "of the best validation",
         least=1,
-        most=10**6,
         scope="keeping",
     )
 
