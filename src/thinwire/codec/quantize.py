@@ -20,7 +20,6 @@ from thinwire.codec.base import (
     Parts,
     Place,
     Shape,
-    Surroundings,
     TensorSpec,
     elements,
 )
@@ -63,13 +62,6 @@ class Cast(Codec):
     def __init__(self, name: str):
         self.name = name
         self._format = FORMATS[name]
-
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        if self._format == torch.float64 and spec.device.type == "mps":
-            raise ConfigError(
-                "fp64 needs a device with float64, and Apple's MPS has none: choose fp32, or "
-                'run.device = "cpu"'
-            )
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         return (Part(self._format, elements(shape)),)
