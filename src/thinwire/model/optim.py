@@ -264,12 +264,38 @@ class StageOptimizer:
         constraint: Constraint | None = None,
         by_rows: bool = False,
     ):
-        """`roles` names the parameters that have one. `constraint` holds some in a subspace; their
-        updates stay there. `by_rows`: rows of token tables are updated one by one (`row_changes`).
+        """As few optimizers and groups as there are ways to update a parameter, for speed. `roles`
+        names those that have one. What `constraint` holds in a subspace stays there. `by_rows`:
+        rows of token tables are updated one by one (`row_changes`).
         """
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
-        self._optimizers = _build(parameters, roles, config.with_shares(), constraint, by_rows)
+        config, is_muon = config.with_shares(), config.name == "muon"
+        axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
+        shares: dict[Role | None, float] = {Role.TABLE: config.table_lr, Role.HEAD: config.head_lr}
+        if is_muon:
+            shares[Role.MATRIX] = config.matrix_lr
+        adamw = partial(AdamW, betas=BETAS, fused=all(p.is_cuda for p in parameters.values()))
+        kinds: dict[Callable[..., Optimizer], dict[tuple[Any, ...], dict[str, Any]]]
+        kinds = {kind: {} for kind in (adamw, SubspaceAdamW, RowAdamW, Muon)}
+        for name, parameter in parameters.items():
+            role = roles.get(name)
+            kind: Callable[..., Optimizer] = adamw
+            options: dict[str, Any] = {
+                "lr_share": shares.get(role, 1.0),
+                "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
+            }
+            if by_rows and role is Role.TABLE:
+                kind = RowAdamW
+            elif is_muon and role is Role.MATRIX:
+                kind = Muon
+                options["basis"] = constraint.basis_DK if constraint and name in axes else None
+            elif name in axes:
+                kind = SubspaceAdamW
+                options["axis"] = axes[name]
+            group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
+            group["params"].append(parameter)
+        self._optimizers = [kind([*groups.values()]) for kind, groups in kinds.items() if groups]
 
     def step(self, lr: float) -> None:
         """One update at this learning rate; gradients are cleared afterwards."""
@@ -326,27 +352,25 @@ class StageOptimizer:
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `state_tensors` gave; a CheckpointError if it is of another optimizer."""
-        loaded: dict[str, dict[str, Tensor]] = {}
-        for full_name, value in tensors.items():
-            name, _, key = full_name.rpartition("/")
-            loaded.setdefault(name, {})[key] = value
+        split = [(*full_name.rpartition("/"), value) for full_name, value in tensors.items()]
         for optimizer, group, parameter, name in self._walk():
             optimizer.state.pop(parameter, None)
-            if name in loaded:
-                found = {key: tuple(value.shape) for key, value in loaded[name].items()}
-                kept = {key: shape for key, (shape, _) in optimizer.kept(parameter, group).items()}
-                if found != kept:
-                    raise CheckpointError(
-                        f"the optimizer's state of {name} in the checkpoint is {found}, this "
-                        f"optimizer keeps {kept}: resume with the optimizer and the model that "
-                        "wrote it"
-                    )
-                # A step counter stays on the CPU, unless one kernel reads it too.
-                counter = parameter.device if group.get("fused") else torch.device("cpu")
-                optimizer.state[parameter] = {
-                    key: value.to(counter if value.ndim == 0 else parameter.device, copy=True)
-                    for key, value in loaded[name].items()
-                }
+            loaded = {key: value for whose, _, key, value in split if whose == name}
+            if not loaded:
+                continue
+            found = {key: tuple(value.shape) for key, value in loaded.items()}
+            kept = {key: shape for key, (shape, _) in optimizer.kept(parameter, group).items()}
+            if found != kept:
+                raise CheckpointError(
+                    f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer "
+                    f"keeps {kept}: resume with the optimizer and the model that wrote it"
+                )
+            # A step counter stays on the CPU, unless one kernel reads it too.
+            counter = parameter.device if group.get("fused") else torch.device("cpu")
+            optimizer.state[parameter] = {
+                key: value.to(counter if value.ndim == 0 else parameter.device, copy=True)
+                for key, value in loaded.items()
+            }
 
     def _walk(self) -> Iterator[tuple[Optimizer, dict[str, Any], nn.Parameter, str]]:
         """Each parameter with its optimizer, its group and its name."""
@@ -354,39 +378,3 @@ class StageOptimizer:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield optimizer, group, parameter, self._names[parameter]
-
-
-def _build(
-    parameters: dict[str, nn.Parameter],
-    roles: Mapping[str, Role],
-    config: OptimConfig,
-    constraint: Constraint | None,
-    by_rows: bool,
-) -> list[Optimizer]:
-    """As few optimizers and groups as there are ways to update a parameter, for speed."""
-    axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
-    shares: dict[Role | None, float] = {Role.TABLE: config.table_lr, Role.HEAD: config.head_lr}
-    if config.name == "muon":
-        shares[Role.MATRIX] = config.matrix_lr
-    fused = all(p.is_cuda for p in parameters.values())
-    adamw = partial(AdamW, betas=BETAS, fused=fused)
-    kinds: dict[Callable[..., Optimizer], dict[tuple[Any, ...], dict[str, Any]]]
-    kinds = {kind: {} for kind in (adamw, SubspaceAdamW, RowAdamW, Muon)}
-    for name, parameter in parameters.items():
-        role = roles.get(name)
-        kind: Callable[..., Optimizer] = adamw
-        options: dict[str, Any] = {
-            "lr_share": shares.get(role, 1.0),
-            "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
-        }
-        if by_rows and role is Role.TABLE:
-            kind = RowAdamW
-        elif config.name == "muon" and role is Role.MATRIX:
-            kind = Muon
-            options["basis"] = constraint.basis_DK if constraint and name in axes else None
-        elif name in axes:
-            kind = SubspaceAdamW
-            options["axis"] = axes[name]
-        group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
-        group["params"].append(parameter)
-    return [kind([*groups.values()]) for kind, groups in kinds.items() if groups]
