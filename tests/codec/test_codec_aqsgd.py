@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thinwire.codec import Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
-from thinwire.codec.wrappers import AQSGD, ExampleMemory, Zstd, bytes_needed
+from thinwire.codec.wrappers import AQSGD, ExampleMemory, Zstd
 from thinwire.errors import ConfigError
 from whole_state import are_equal
 
@@ -113,8 +113,7 @@ def test_training_without_examples_is_refused_with_the_reason():
 
 
 def test_too_little_room_is_refused_with_the_need_and_the_limit(tmp_path):
-    need = bytes_needed(ROW, EXAMPLES)
-    assert need == EXAMPLES * (2 * 24 + 5)
+    need = EXAMPLES * (2 * 24 + 5)
     spec = TensorSpec((3, *ROW), torch.float32, CPU)
     ExampleMemory().prepare(spec, Surroundings(EXAMPLES, limit_bytes=need))
     for folder in (None, tmp_path):

@@ -156,7 +156,7 @@ class ExampleMemory:
         if not spec.shape:
             raise ConfigError("aqsgd needs tensors with one row for each example")
         count, row = surroundings.examples, elements(spec.shape[1:])
-        need = bytes_needed(spec.shape[1:], count)
+        need = count * (row * ROWS.itemsize + _BOOKKEEPING)
         if need > surroundings.limit_bytes:
             raise ConfigError(
                 f"storing {row:,} numbers for each of {count:,} training examples takes "
@@ -400,11 +400,6 @@ def _examples(place: Place) -> list[int]:
             "that they hold: use training data whose examples repeat"
         )
     return list(place.examples)
-
-
-def bytes_needed(row_shape: Shape, examples: int) -> int:
-    """What remembering rows of this shape takes at one end: examples * (2 * elements + 5)."""
-    return examples * (elements(row_shape) * ROWS.itemsize + _BOOKKEEPING)
 
 
 def _mapped(count: int, folder: Path) -> Tensor:

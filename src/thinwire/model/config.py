@@ -406,23 +406,21 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr
 
 
-def share_changes(before: OptimConfig, now: OptimConfig) -> str:
-    """What becomes of the rates that are shares of lr; empty where they stay."""
-    changed = [key for key in EQUAL_SHARES if getattr(before, key) != getattr(now, key)]
-    told = [f"optim.{k} was {getattr(before, k):g} and is {getattr(now, k):g} now" for k in changed]
-    return ", ".join(told)
-
-
-def rate_change(
+def rate_changes(
     before: OptimConfig, steps_before: int, now: OptimConfig, steps_now: int, done: int
-) -> str:
-    """What becomes of the learning rate after `done` updates; empty if it is about as it was."""
-    due = learning_rate(before, done, steps_before)
+) -> list[str]:
+    """What becomes of the learning rate after `done` updates, and of what are shares of it."""
+    due, notes = learning_rate(before, done, steps_before), []
     next_rate = learning_rate(now, done, steps_now)
-    if math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):
-        return ""
-    last = learning_rate(before, max(0, done - 1), steps_before)
-    return (
-        f"the learning rate was {last:.3g} at the checkpoint and continues at {next_rate:.3g}: its "
-        "schedule is different (optim.lr, optim.warmup, optim.schedule or train.steps changed)"
-    )
+    if not math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):
+        last = learning_rate(before, max(0, done - 1), steps_before)
+        notes.append(
+            f"the learning rate was {last:.3g} at the checkpoint and continues at {next_rate:.3g}: "
+            "its schedule is different (optim.lr, optim.warmup, optim.schedule or train.steps "
+            "changed)"
+        )
+    both = {key: (getattr(before, key), getattr(now, key)) for key in EQUAL_SHARES}
+    told = [
+        f"optim.{k} was {old:g} and is {new:g} now" for k, (old, new) in both.items() if old != new
+    ]
+    return [*notes, ", ".join(told)] if told else notes

@@ -24,7 +24,7 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import ModelConfig, rate_change, share_changes
+from thinwire.model import ModelConfig, rate_changes
 from thinwire.model.layers import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
@@ -124,7 +124,7 @@ def open_resume(
     _refuse_changes(checkpoint, settings)
     old, new = (saved.optim, saved.train.steps), (settings.optim, settings.train.steps)
     notes += [*_inexact(saved, settings), *check_memory(settings, checkpoint)]
-    notes += [rate_change(*old, *new, checkpoint.step), share_changes(old[0], new[0])]
+    notes += rate_changes(*old, *new, checkpoint.step)
     for note in filter(None, notes):
         display.note(note)
     return checkpoint
