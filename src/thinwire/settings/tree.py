@@ -17,7 +17,6 @@ from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError, gone
 from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
-from thinwire.model.config import SIZES
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import Scope, from_plain, nearest, option, parse_literal
@@ -179,10 +178,11 @@ class Settings:
     def relaxed(self) -> "Settings":
         """The inverse of `resolved`, for people: what a preset or "auto" gives is left to them."""
         freest = self
-        for section, key, value in _LEFT_OPEN:
-            freer = freest.with_keys(section, **{key: value})
-            with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
-                freest = freer if freer._filled() == self else freest
+        for section in dataclasses.fields(self):
+            for key, default in vars(getattr(Settings(), section.name)).items():
+                freer = freest.with_keys(section.name, **{key: default})
+                with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
+                    freest = freer if freer._filled() == self else freest
         return freest
 
     def with_window(self) -> "Settings":
@@ -244,17 +244,6 @@ class Settings:
         """Whether a validation follows the update after which `done` updates are done."""
         every = self.train.eval_every
         return done == self.train.steps or (every > 0 and done % every == 0)
-
-
-_LEFT_OPEN: list[tuple[str, str, Any]] = [
-    *(("model", key, 0) for key in (*SIZES, "head_dim")),
-    ("model", "embed_std", 0.0),
-    *(("boundary", "rank", 0), ("boundary", "table", 0)),
-    *(("boundary", "anchor", "auto"), ("boundary", "free_layers", -1)),
-    *(("optim", key, -1) for key in ("warmup", "matrix_lr", "table_lr", "head_lr")),
-    ("train", "eval_batches", -1),
-]
-"""How settings leave to us what a key is."""
 
 
 _ANY = object()
