@@ -5,7 +5,7 @@ from a rate that is measured with one block of the model (or given) and the size
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,14 +77,14 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         other = dataclasses.replace(schedule, delay=0)
         undelayed = simulate(other, costs, network, cores=cores).step_seconds
     weights = [stage_weights(settings, stage) for stage in range(p.stages)]
-    held = enumerate(zip(weights, schedule.held, strict=True))
+    stages = zip(settings.split(), weights, schedule.held, strict=True)
     return Plan(
         settings,
         costs,
         simulation,
         windows,
         weights,
-        memory_bytes=[stage_memory(settings, stage, *needed) for stage, needed in held],
+        memory_bytes=[block_memory(settings, *stage) for stage in stages],
         flops_per_s=rates.flops,
         is_measured=flops_per_s is None,
         machine=machine,
@@ -127,12 +127,11 @@ def with_split(settings: Settings, counts: Counts) -> Settings:
 
 
 def estimate_costs(
-    settings: Settings, flops_per_s: float | Sequence[float], updates_per_s: float = math.inf
+    settings: Settings, flops_per_s: float, updates_per_s: float = math.inf
 ) -> Costs:
-    """Seconds and bytes of every action; with a sequence of FLOP rates each stage has its own."""
+    """Seconds and bytes of every action."""
     split = settings.split()
-    rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
-    seconds = [block_seconds(settings, *stage) for stage in zip(split, rates, strict=True)]
+    seconds = [block_seconds(settings, blocks, flops_per_s) for blocks in split]
     sizes = [crossing.frame_bytes(settings, cut) for cut in range(len(split) - 1)]
     update = [0.0] * len(split)
     if updates_per_s < math.inf:
@@ -156,11 +155,6 @@ def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tupl
     if settings.pipeline.recompute:
         backward += forward
     return forward / flops_per_s, backward / flops_per_s
-
-
-def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: int) -> int:
-    """Bytes that a stage of these settings needs at most."""
-    return block_memory(settings, settings.split()[stage], weights, in_flight)
 
 
 def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
@@ -310,10 +304,8 @@ def _lora_lines(plan: Plan) -> list[str]:
     if not settings.lora.rank:
         return []
     whole = dataclasses.replace(settings, lora=LoraConfig())
-    needed = max(
-        stage_memory(whole, stage, stage_weights(whole, stage), in_flight)
-        for stage, in_flight in enumerate(plan.simulation.schedule.held)
-    )
+    held = enumerate(zip(settings.split(), plan.simulation.schedule.held, strict=True))
+    needed = max(block_memory(whole, at, stage_weights(whole, i), most) for i, (at, most) in held)
     trained = sum(weights.trained for weights in plan.weights)
     share = 100 * trained / sum(plan.parameters)
     return [

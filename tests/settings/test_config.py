@@ -10,7 +10,7 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError, GoneError
-from thinwire.settings import Settings, load_asked, load_settings
+from thinwire.settings import Settings, load_settings
 from thinwire.settings.remarks import remarks
 from thinwire.typed import to_toml
 
@@ -67,7 +67,7 @@ CHANGES = [
 @pytest.fixture(params=["what init writes", "what a run leaves"])
 def written(request, tmp_path):
     """The files that our own commands write, both from the defaults."""
-    asked = load_asked(None, [])
+    asked = Settings()
     path = tmp_path / "run.toml"
     is_init = request.param == "what init writes"
     path.write_text(to_toml(asked) if is_init else to_toml(asked.resolved().relaxed()))

@@ -21,17 +21,6 @@ def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool =
     """Settings from a TOML file (or the defaults) with `section.key=value` overrides. The folder of
     a run may come from someone else, so its plugins need `allow_plugins`.
     """
-    asked = load_asked(path, overrides)
-    if path is not None and path.is_dir() and asked.codec.plugins and not allow_plugins:
-        raise ConfigError(
-            f"{path / CONFIG} names plugins, which are code that this command would run: "
-            f"{', '.join(asked.codec.plugins)}. If you trust them, add --allow-plugins"
-        )
-    return asked.resolved()
-
-
-def load_asked(path: Path | None, overrides: list[str]) -> Settings:
-    """The same, but as it was asked for: a preset and "auto" are not filled in."""
     values = {} if path is None else _read_place(path)
     before = values.get("model")
     preset = before.get("preset") if isinstance(before, dict) else None
@@ -40,7 +29,12 @@ def load_asked(path: Path | None, overrides: list[str]) -> Settings:
     asked = Settings.as_asked(values)
     if path is not None and asked.model.preset != (preset or ModelConfig().preset):
         _refuse_stale_sizes(path, asked.model, overrides)
-    return asked
+    if path is not None and path.is_dir() and asked.codec.plugins and not allow_plugins:
+        raise ConfigError(
+            f"{path / CONFIG} names plugins, which are code that this command would run: "
+            f"{', '.join(asked.codec.plugins)}. If you trust them, add --allow-plugins"
+        )
+    return asked.resolved()
 
 
 def _refuse_stale_sizes(path: Path, model: ModelConfig, overrides: list[str]) -> None:
