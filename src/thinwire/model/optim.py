@@ -18,6 +18,7 @@ from thinwire.model.config import OptimConfig
 from thinwire.model.subspace import Constraint
 
 BETAS = (0.9, 0.95)
+_ADAM = {"betas": BETAS, "eps": 1e-8}
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at 0, near 1 around 1
 ITERATIONS = 5
@@ -94,14 +95,10 @@ class SubspaceAdamW(Optimizer):
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = BETAS,
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        axis: int | None = None,
         constraint: Constraint | None = None,
     ):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"axis": axis})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "axis": None, **_ADAM})
         self._constraint = constraint
         held = constraint.held if constraint is not None else []
         self._axes: dict[Tensor, int] = {entry.parameter: entry.axis for entry in held}
@@ -138,8 +135,7 @@ class RowAdamW(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
-        defaults = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **_ADAM})
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -183,15 +179,8 @@ class Muon(Optimizer):
     their own precision, so that a weight does not depend on which others share its stage.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        momentum: float = MOMENTUM,
-    ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "basis": None}
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "basis": None})
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -220,8 +209,8 @@ class Muon(Optimizer):
         """The momentum, one step ahead as Nesterov has it."""
         momentum, gradient = self.state_of(weight, group)["momentum_buffer"], weight.grad
         assert gradient is not None
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(momentum, group["momentum"])
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM)
 
 
 def _stacks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
