@@ -21,7 +21,8 @@ from thinwire.typed import nearest
 Factory = Callable[..., Codec]
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
-_TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?(?:\+|$)")
+_TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?")
+_PLUS = re.compile(r"\+(?![^(]*\))")  # not within parentheses
 _WORDS = {bool: "", int: "=integer", float: "=number", str: "=word"}
 _NUMBER = re.compile(r"-?(\d{1,18}(\.\d*)?|\.\d+)(e-?\d+)?")
 
@@ -105,13 +106,11 @@ def parse_codec(name: str, where: str = "codec") -> Codec:
 
 def _terms(text: str) -> list[tuple[str, str]]:
     """The names between the pluses, each with what stands in its parentheses."""
-    found, start = [], 0
-    while start < len(text) and (term := _TERM.match(text, start)):
-        found.append((term[1], term[2] or ""))
-        start = term.end()
-    if start < len(text) or not found or text.endswith("+"):
+    parts = _PLUS.split(text)
+    found = [term for part in parts if (term := _TERM.fullmatch(part))]
+    if len(found) < len(parts):
         raise ConfigError('write a codec as in "int4(group=64)" or "topk(0.1)+ef21+zstd"')
-    return found
+    return [(term[1], term[2] or "") for term in found]
 
 
 def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Codec) -> Codec:

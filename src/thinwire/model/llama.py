@@ -165,10 +165,6 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TE, sin_TE, past)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
-    def new_past(self) -> KeyValues:
-        """The past of this block before the first position."""
-        return KeyValues()
-
 
 class Llama:
     """A model as those who cut, place and plan it need to know it."""

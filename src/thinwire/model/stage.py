@@ -138,7 +138,7 @@ class Stage(nn.Module):
 
     def new_past(self) -> Past:
         """The past of each block before the first position."""
-        return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
+        return [KeyValues() if isinstance(layer, Block) else None for layer in self.layers]
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer, with the end of a cut beside it."""
