@@ -26,10 +26,8 @@ _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
 _MANY = 10**9  # the most of what is counted, unless another bound is given
 
-Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
-"""A float that is neither NaN nor infinite, where others may be, such as a loss."""
-Exact = typing.Annotated[str, "exact"]
-"""Text that is used, not shown, such as a path: no character of it is dropped."""
+Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]  # neither NaN nor infinite
+Exact = typing.Annotated[str, "exact"]  # used, not shown, as a path: no character is dropped
 _TYPES: dict[Any, str] = {
     int: "an integer",
     float: "a number",

@@ -39,12 +39,9 @@ class Place:
     microbatch: int
     cut: int = 0
     seed: int = 0
-    training: bool = True
-    """False in a validation or when text is generated: then nothing is remembered."""
-    examples: tuple[int, ...] | None = None
-    """Which training examples the rows are, for codecs that remember examples."""
-    salt: int = 0
-    """For a codec that needs more than one key at a place."""
+    training: bool = True  # else nothing is remembered: in a validation, or when text is generated
+    examples: tuple[int, ...] | None = None  # which training examples the rows are
+    salt: int = 0  # for a codec that needs more than one key at a place
 
     @property
     def key(self) -> int:
@@ -80,12 +77,9 @@ class Part:
 class Surroundings:
     """What a codec that remembers examples may use, given to it before the first tensor."""
 
-    examples: int
-    """How many training examples there are: places name them by 0..examples-1."""
-    limit_bytes: int
-    """The most that one end may keep."""
-    folder: Path | None = None
-    """Where to keep it, in files of its own; None = in the memory of the tensor's device."""
+    examples: int  # to train on: places name them by 0..examples-1
+    limit_bytes: int  # the most that one end may keep
+    folder: Path | None = None  # for files of its own; None = in the memory of the tensor's device
 
 
 Parts = tuple[Tensor, ...]

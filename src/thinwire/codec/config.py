@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from thinwire.errors import ConfigError
 from thinwire.typed import option
 
-PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))
-"""Names known without a look at the codecs themselves, which need torch."""
+PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))  # known without torch
 _LEG = re.compile(r"(forward|backward)\s*=\s*((?:[^\s()+]|\([^()]*\)|\s*+\+\s*+)+)(?:\s+|$)")
 _CUT = re.compile(rf"\s*(\d{{1,9}})\s*:\s*((?:{_LEG.pattern})+)")
 

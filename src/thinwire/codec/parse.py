@@ -62,8 +62,7 @@ _SUFFIXES: dict[str, Factory] = {
     "ef21": EF21,
     "aqsgd": AQSGD,
 }
-GONE = ("fp16", "fp8", "lowrank")
-"""Codecs of earlier releases."""
+GONE = ("fp16", "fp8", "lowrank")  # codecs of earlier releases
 
 
 def register_codec(name: str, factory: Factory) -> None:

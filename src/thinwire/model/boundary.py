@@ -18,12 +18,8 @@ from thinwire.model.subspace import Space, fixed_table
 class Boundary(nn.Module, ABC):
     """Both ends of one cut. A stage holds one for each neighbour and uses its own side of it."""
 
-    needs_ids = False
-    """Whether encode and decode read the token ids of the microbatch."""
-
-    own_tables = False
-    """Whether stages have token tables (`known`), added where the stream enters and taken off where
-    it leaves. The first stage's is the embedding."""
+    needs_ids = False  # whether encode and decode read the token ids of the microbatch
+    own_tables = False  # whether stages add a table of tokens, and take it off again (`known`)
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:

@@ -13,8 +13,7 @@ from thinwire.typed import nearest, option
 
 SIZES = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 MATRIX_STD = 0.02  # of starting weights
-CUSTOM = "custom"
-"""The preset without sizes of its own: all of them stand in the file, as for imported models."""
+CUSTOM = "custom"  # a preset without sizes: all stand in the file, as for imported models
 KIND = "llama3"
 _NUMBER = r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
 _FORM = re.compile(

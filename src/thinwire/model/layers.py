@@ -37,8 +37,7 @@ class InSpace(nn.Module):
     its weight there. With `reparam` the weight is coordinates, in S under any optimizer.
     """
 
-    axis: int
-    """Of its weight: where the model dimension is, or coordinates in its place."""
+    axis: int  # of its weight: where the model dimension is, or coordinates in its place
 
     def __init__(self, full_shape: tuple[int, int], space: Space, reparam: bool):
         super().__init__()

@@ -26,8 +26,7 @@ RMS = 0.2  # of an update at rate 1, about AdamW's own: one learning rate then s
 STACK_NUMBERS = 2**28  # in matrices that are orthogonalised together, for the memory's sake
 
 
-State = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and types of what an optimizer keeps of a parameter, by name."""
+State = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what is kept of a parameter, by name
 
 
 class Role(Enum):

@@ -19,11 +19,9 @@ from thinwire.model.subspace import Held
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """The type weights are kept in, by `run.precision`; bf16 computes under autocast."""
-GRAPHS = 64
-"""Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
+GRAPHS = 64  # that the code of a layer may be compiled to: for each shape, in training and not
 
-Past = list[KeyValues | None]
-"""What the layers of a stage keep of the positions so far; None of those that look at one only."""
+Past = list[KeyValues | None]  # of the layers of a stage; None of those that look at one position
 
 
 class _Bounded(torch.autograd.Function):

@@ -110,8 +110,7 @@ class Schedule:
 
 NAMES = ("gpipe", "1f1b")
 OPEN = -1  # a window that is left open
-Counts = tuple[int, ...]
-"""The number of blocks of each stage."""
+Counts = tuple[int, ...]  # the blocks of each stage
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,7 @@ class CauseChain(NamedTuple):
         return self._replace(**{name: getattr(self, name) + s for name, s in seconds.items()})
 
 
-_Turn = tuple[int, Action | str]
-"""What is next in a step: an action to compute, or the label of a message to wait for."""
+_Turn = tuple[int, Action | str]  # of a step: an action to compute, or a message to wait for
 
 
 @dataclass
