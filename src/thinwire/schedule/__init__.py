@@ -15,7 +15,6 @@ from thinwire.schedule.simulator import (
     ROW_FRAME_BYTES,
     Costs,
     Links,
-    Network,
     Simulation,
     Span,
     cells,

@@ -43,30 +43,21 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Network:
-    """The links of every host: rates in 10^6 bits per second, 0 = unlimited; one-way delay."""
-
-    mbps_up: float = 0.0
-    mbps_down: float = 0.0
-    latency_s: float = 0.0
-
-    def links(self, stages: int) -> "Links":
-        """The same for so many stages, each on a host of its own."""
-        rates = [self.mbps_up] * stages, [self.mbps_down] * stages
-        return Links(*rates, [self.latency_s] * (stages - 1))
-
-
-@dataclass(frozen=True)
 class Links:
-    """The same of unlike hosts: the rates of each stage's host, the delay over each cut."""
+    """Of each stage's host the rates in 10^6 bits per second, 0 = unlimited, and one-way delays
+    over the cuts.
+    """
 
     mbps_up: list[float]
     mbps_down: list[float]
     latency_s: list[float]
 
-    def links(self, stages: int) -> "Links":
-        """As they are: each stage has its own already."""
-        return self
+    @classmethod
+    def alike(
+        cls, stages: int, mbps_up: float = 0.0, mbps_down: float = 0.0, latency_s: float = 0.0
+    ) -> "Links":
+        """The same for so many stages, each on a host of its own."""
+        return cls([mbps_up] * stages, [mbps_down] * stages, [latency_s] * (stages - 1))
 
 
 @dataclass(frozen=True)
@@ -381,14 +372,14 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     costs: Costs,
-    network: Network | Links | None = None,
+    links: Links | None = None,
     steps: int = 3,
     cores: float | None = None,
 ) -> Simulation:
     """Play `steps` steps and report on the last, for which two are enough; with delayed updates on
     the mean of some amid others. `cores`: how many stages of one machine compute at full speed.
     """
-    links = (network or Network()).links(schedule.stages)
+    links = links or Links.alike(schedule.stages)
     _check("costs", costs, schedule.stages)
     _check("links", links, schedule.stages)
     seen, over = steps - 1, 1
@@ -424,7 +415,7 @@ def window_table(
     stages: int,
     microbatches: int,
     costs: Costs,
-    network: Network | Links | None = None,
+    links: Links | None = None,
     cores: float | None = None,
     delay: int = 0,
 ) -> list[tuple[int, float, list[int]]]:
@@ -437,7 +428,7 @@ def window_table(
     table: list[tuple[int, float, list[int]]] = []
     for window in sorted(windows) if stages > 1 else [1]:  # a single stage has one window only
         schedule = build("1f1b", stages, microbatches, window, delay)
-        played = simulate(schedule, costs, network, 2, cores)
+        played = simulate(schedule, costs, links, 2, cores)
         table.append((window, played.step_seconds, list(schedule.held)))
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from thinwire.codec import Codec, build_codecs, parse_codec
-from thinwire.schedule import Network
+from thinwire.schedule import Links
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
@@ -118,12 +118,13 @@ def checkpoint_steps(settings: Settings) -> Callable[[int], bool]:
     return lambda done: every >= 0 and (done == last or (every > 0 and done % every == 0))
 
 
-def network_of(settings: Settings) -> Network | None:
-    """The simulator's network for these settings; None when links are not emulated."""
-    link = settings.link
+def network_of(settings: Settings) -> Links:
+    """The simulator's links for these settings; they cost no time when they are not emulated."""
+    link, stages = settings.link, settings.pipeline.stages
     if not link.emulate:
-        return None
-    return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
+        return Links.alike(stages)
+    delay_s = (link.latency_ms + link.jitter_ms / 2) / 1e3
+    return Links.alike(stages, link.mbps_up, link.mbps_down, delay_s)
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:
