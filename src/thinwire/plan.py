@@ -317,7 +317,6 @@ def _lora_lines(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What would make the step shorter."""
     simulation, notes = plan.simulation, []
     if plan.better_split:
         counts, seconds = plan.better_split
@@ -343,7 +342,6 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _cut_lines(settings: Settings) -> list[str]:
-    """What crosses per microbatch: one line for all cuts, or for each where they differ."""
     tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
     alike = len({settings.codec.names(cut) for cut in cuts}) == 1

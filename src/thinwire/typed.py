@@ -181,7 +181,6 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
 
 
 def _brief(value: Any) -> str:
-    """A value for a message, shortened where it would fill the screen."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
 

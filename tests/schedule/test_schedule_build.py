@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from thinwire.errors import ConfigError, ScheduleError
-from thinwire.schedule import Action, Kind, PipelineConfig, Schedule, build, cells, grid
-from thinwire.schedule.build import split_layers, stage_window
+from thinwire.schedule import PipelineConfig, Schedule, build, grid
+from thinwire.schedule.build import Action, Kind, split_layers, stage_window
+from thinwire.schedule.simulator import cells
 
 
 def test_gpipe_runs_all_forwards_first_and_the_default_window_is_classic_1f1b():

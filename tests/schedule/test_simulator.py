@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.schedule import Costs, Links, Span, build, simulate, window_table
-from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES
+from thinwire.schedule import Costs, Links, build, simulate, window_table
+from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES, Span
 
 
 def slower_or_equal(steps):

@@ -163,6 +163,5 @@ def _value(text: str) -> int | float | str:
 
 
 def _usage(parameter: inspect.Parameter) -> str:
-    """What may stand in the parentheses for it."""
     kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
     return parameter.name + next((word for kind, word in _WORDS.items() if kind in kinds), "")

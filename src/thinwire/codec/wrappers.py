@@ -423,5 +423,4 @@ def _mapped(count: int, folder: Path) -> Tensor:
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
-    """The type of what is remembered of tensors of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -21,7 +21,7 @@ from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.checkpoint import Source, is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
-from thinwire.schedule import ROW_FRAME_BYTES
+from thinwire.schedule.simulator import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
 ROWS = "rows/"  # gradients that are not due yet are in a checkpoint as rows/FIRST LAYER OF A STAGE

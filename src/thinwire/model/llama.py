@@ -10,6 +10,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -166,15 +167,15 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
+@dataclass(frozen=True)
 class Llama:
     """A model as those who cut, place and plan it need to know it."""
 
-    def __init__(self, config: ModelConfig):
-        self._config = config
+    config: ModelConfig
 
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
         """The whole model as a list: embedding, blocks, final norm, head."""
-        config = self._config
+        config = self.config
 
         def embedding() -> nn.Module:
             if narrow is not None and not narrow.free_embedding:
@@ -199,7 +200,7 @@ class Llama:
     def stage_layers(self, blocks: range, narrow: Narrow | None = None) -> list[LayerPlan]:
         """The layers of the stage that holds these blocks: the ends carry what is beyond."""
         first = blocks.start + 1 if blocks.start else 0  # the embedding is before all blocks
-        last = None if blocks.stop == self._config.layers else blocks.stop + 1
+        last = None if blocks.stop == self.config.layers else blocks.stop + 1
         return self.layers(narrow)[first:last]
 
     def block_name(self, block: int) -> str:
@@ -217,26 +218,26 @@ class Llama:
         elif parameter.ndim < 2:
             parameter.fill_(1)
         else:
-            spread = self._config.embed_std if name == f"{EMBEDDING}.weight" else MATRIX_STD
+            spread = self.config.embed_std if name == f"{EMBEDDING}.weight" else MATRIX_STD
             if name.endswith(WRITERS):
-                spread /= (2 * self._config.layers) ** 0.5
+                spread /= (2 * self.config.layers) ** 0.5
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
             parameter.copy_(drawn * spread)
 
     def logits(self, batch: int) -> int:
         """How many numbers the model says of a batch."""
-        return batch * self._config.context * self._config.vocab
+        return batch * self.config.context * self.config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
         """Operations of one forward of the stage with these blocks, with the head on the last."""
-        config = self._config
+        config = self.config
         head = 2.0 * self.logits(batch) * config.dim if blocks.stop == config.layers else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
         """Of one backward: each product of the forward twice; if frozen only those of attention."""
         forward = self.forward_flops(blocks, batch)
-        attention = len(blocks) * self._attention_flops(batch * self._config.context)
+        attention = len(blocks) * self._attention_flops(batch * self.config.context)
         return forward + (attention if frozen else forward)
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
@@ -244,7 +245,7 @@ class Llama:
         bytes, and what matrices give `computed` (less under autocast): norms in and out, q k v as
         attention reads them and its result, four of the feed-forward.
         """
-        config = self._config
+        config = self.config
         normed = 4 * config.dim
         if config.qk_norm:
             normed += 2 * (config.attention_dim + config.kv_heads * config.head_dim)
@@ -254,7 +255,7 @@ class Llama:
 
     def probe(self, batch: int, most_flops: float) -> tuple[nn.Module, tuple[int, ...], float]:
         """To measure a machine: a block, a shape of so many operations at most, and how many."""
-        config = self._config
+        config = self.config
         tokens = batch * config.context
         share = min(1.0, most_flops / self._block_flops(tokens))
         context = min(config.context, max(16, int(tokens * share)))
@@ -264,11 +265,11 @@ class Llama:
 
     def describe(self) -> str:
         """The shape of the model in a few words."""
-        config = self._config
+        config = self.config
         return f"{config.layers} blocks of width {config.dim}, context {config.context}"
 
     def _block_flops(self, tokens: int) -> float:
-        config = self._config
+        config = self.config
         kv_dim = config.kv_heads * config.head_dim
         projections = 2 * config.dim * (config.attention_dim + kv_dim)
         matrices = projections + 3 * config.dim * config.ffn
@@ -276,7 +277,7 @@ class Llama:
 
     def _attention_flops(self, tokens: int) -> float:
         """Scores and their use, each over half the context."""
-        return 2.0 * tokens * self._config.context * self._config.attention_dim
+        return 2.0 * tokens * self.config.context * self.config.attention_dim
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:

@@ -190,7 +190,6 @@ class Muon(Optimizer):
         return {"momentum_buffer": (tuple(weight.shape), weight.dtype)}
 
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Move matrices of one shape."""
         directions = torch.stack([self._direction(weight, group) for weight in weights])
         basis_DK = group["basis"]
         if basis_DK is not None:

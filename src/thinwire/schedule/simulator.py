@@ -89,8 +89,6 @@ _Turn = tuple[int, Action | str]  # of a step: an action to compute, or a messag
 
 @dataclass
 class _Host:
-    """Where one stage stands."""
-
     turns: Iterator[_Turn]
     uplink: Occupancy
     downlink: Occupancy
