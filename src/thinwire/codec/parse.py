@@ -13,7 +13,7 @@ import msgspec
 
 from thinwire.codec.base import Codec, Leg
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
+from thinwire.codec.sparse import RandK, SharedMask, TopK
 from thinwire.codec.wrappers import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback, Zstd
 from thinwire.errors import ConfigError, gone
 from thinwire.typed import nearest
@@ -83,10 +83,11 @@ def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg,
             f'{where}.forward = "{forward}": topk(shared) is a backward codec: it reuses the '
             "elements that the forward codec chose"
         )
-    try:
-        bind_masks(there, back)
-    except ConfigError as error:
-        raise ConfigError(f'{where}.backward = "{backward}": {error}') from None
+    for codec in (codec for _, codec in back.walk() if isinstance(codec, SharedMask)):
+        try:
+            codec.bind(there)
+        except ConfigError as error:
+            raise ConfigError(f'{where}.backward = "{backward}": {error}') from None
     return {Leg.FORWARD: there, Leg.BACKWARD: back}
 
 

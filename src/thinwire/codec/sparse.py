@@ -247,13 +247,6 @@ def sparse_in(codec: Codec) -> list[Sparse]:
     return [inner for _, inner in codec.walk() if isinstance(inner, Sparse)]
 
 
-def bind_masks(forward: Codec, backward: Codec) -> None:
-    """Let a `topk(shared)` in the backward codec of an end use the masks of its forward codec."""
-    for _, codec in backward.walk():
-        if isinstance(codec, SharedMask):
-            codec.bind(forward)
-
-
 def share_of(count: int, share: float) -> int:
     """How many of `count` elements travel: at least one, where there is one."""
     return min(count, max(1, round(share * count)))
