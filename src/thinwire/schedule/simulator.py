@@ -221,7 +221,7 @@ class Play:
             step, what = host.turn
             if isinstance(what, Action):
                 if self._now > host.since:
-                    self._record(step, stage, "wait", what.label, host.since, self._now)
+                    self._record(step, Span(stage, "wait", what.label, host.since, self._now))
                 host.is_computing, host.since = True, self._now
                 self._cores.start(stage, self._costs.of(stage, what), self._now)
             elif host.turn in host.inbox:
@@ -235,7 +235,7 @@ class Play:
         assert host.turn is not None and isinstance(host.turn[1], Action)
         step, action = host.turn[0], host.turn[1]
         self._cores.stop(stage, self._now)
-        self._record(step, stage, "compute", action.label, host.since, self._now)
+        self._record(step, Span(stage, "compute", action.label, host.since, self._now))
         work = self._costs.of(stage, action)
         host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
@@ -249,7 +249,7 @@ class Play:
         host, other = self.hosts[source], self.hosts[target]
         start, end = host.uplink.carry(size, self._now, self._now)
         shown = f"{label}>" if target > source else f"<{label}"
-        self._record(step, source, "send", shown, start, end)
+        self._record(step, Span(source, "send", shown, start, end))
         latency = self._latency[min(source, target)]
         chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
 
@@ -267,21 +267,17 @@ class Play:
         heapq.heappush(self._events, (time, self._scheduled, happen))
         self._scheduled += 1
 
-    def _record(
-        self, step: int, stage: int, lane: str, label: str, start: float, end: float
-    ) -> None:
+    def _record(self, step: int, span: Span) -> None:
         if step == self._seen:
-            self.spans.append(Span(stage, lane, label, start, end))
+            self.spans.append(span)
 
 
 def _check(what: str, lists: Costs | Links, stages: int) -> None:
     """Refuse lists of the wrong length and numbers that are no amount."""
     for name, values in vars(lists).items():
         wanted = stages - 1 if name == "latency_s" or name.endswith("bytes") else stages
-        is_left_out = not values and name == "row_bytes"
-        if (len(values) != wanted and not is_left_out) or not all(
-            0 <= v < math.inf for v in values
-        ):
+        lengths = (wanted, 0) if name == "row_bytes" else (wanted,)
+        if len(values) not in lengths or not all(0 <= value < math.inf for value in values):
             raise ConfigError(f"{what}.{name} = {values}: {wanted} numbers are needed, 0 or more")
 
 

@@ -28,29 +28,25 @@ def load_settings(path: Path | None, overrides: list[str], allow_plugins: bool =
         apply_override(values, override)
     asked = Settings.as_asked(values)
     if path is not None and asked.model.preset != (preset or ModelConfig().preset):
-        _refuse_stale_sizes(path, asked.model, overrides)
+        # Sizes in the file were meant for its own preset: they must not reshape another in silence.
+        named = {override.partition("=")[0].strip() for override in overrides}
+        stale = {
+            f"model.{key} = {value}": f"--set model.{key}={preset_value}"
+            for key, (value, preset_value) in asked.model.unlike_preset().items()
+            if f"model.{key}" not in named
+        }
+        if stale:
+            raise ConfigError(
+                f"--set model.preset={asked.model.preset} contradicts {path}, which sets "
+                f"{', '.join(stale)}. For the preset's own sizes delete these keys there or add "
+                f"{' '.join(stale.values())}; to keep one, repeat it with --set"
+            )
     if path is not None and path.is_dir() and asked.codec.plugins and not allow_plugins:
         raise ConfigError(
             f"{path / CONFIG} names plugins, which are code that this command would run: "
             f"{', '.join(asked.codec.plugins)}. If you trust them, add --allow-plugins"
         )
     return asked.resolved()
-
-
-def _refuse_stale_sizes(path: Path, model: ModelConfig, overrides: list[str]) -> None:
-    """Sizes in the file were meant for its own preset: they must not reshape another in silence."""
-    named = {override.partition("=")[0].strip() for override in overrides}
-    stale = {
-        f"model.{key} = {value}": f"--set model.{key}={preset_value}"
-        for key, (value, preset_value) in model.unlike_preset().items()
-        if f"model.{key}" not in named
-    }
-    if stale:
-        raise ConfigError(
-            f"--set model.preset={model.preset} contradicts {path}, which sets "
-            f"{', '.join(stale)}. For the preset's own sizes delete these keys there or add "
-            f"{' '.join(stale.values())}; to keep one, repeat it with --set"
-        )
 
 
 def _read_place(path: Path) -> dict[str, Any]:
