@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError, GoneError
 from thinwire.settings import Settings, load_settings
-from thinwire.settings.remarks import remarks
+from thinwire.settings.file import remarks
 from thinwire.typed import to_toml
 
 

@@ -30,7 +30,7 @@ from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.run.checkpoints import ORIGIN, claim_folder, commit, facts_of, open_newest
 from thinwire.settings import Settings, threads_per_stage
-from thinwire.settings.remarks import remarks
+from thinwire.settings.file import remarks
 
 FREE = {"preset", "context", "embed_std"}  # keys of the model that change no weight's meaning
 # Settings that say what the weights mean and what comes next; all others may change.
