@@ -183,8 +183,14 @@ class Muon(Optimizer):
 
     def update(self) -> None:
         for group in self.param_groups:
-            for alike in _stacks([p for p in group["params"] if p.grad is not None]):
-                self._update(alike, group)
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    by_shape.setdefault(weight.shape, []).append(weight)
+            for shape, alike in by_shape.items():
+                most = max(1, STACK_NUMBERS // shape.numel()) if alike[0].is_cuda else 1
+                for start in range(0, len(alike), most):
+                    self._update(alike[start : start + most], group)
 
     def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
         return {"momentum_buffer": (tuple(weight.shape), weight.dtype)}
@@ -209,17 +215,6 @@ class Muon(Optimizer):
         assert gradient is not None
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
-
-
-def _stacks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices to orthogonalise together: of one shape on a GPU, each alone on a CPU."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
-    for weight in weights:
-        by_shape.setdefault(weight.shape, []).append(weight)
-    for shape, alike in by_shape.items():
-        most = max(1, STACK_NUMBERS // shape.numel()) if alike[0].is_cuda else 1
-        for start in range(0, len(alike), most):
-            yield alike[start : start + most]
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Stage(nn.Module):
         self.outgoing = outgoing
         self.recompute = recompute
         self.loss = token_loss
-        self.summed_loss = summed_loss
+        self.summed_loss: Callable[..., Tensor] = functools.partial(token_loss, reduction="sum")
         self._with_ends = with_ends
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
@@ -252,16 +252,10 @@ class Stage(nn.Module):
         return "+".join(parts)
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token (B, T, V), in float32 at least; a target of -100 is none."""
+def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of tokens (B, T, V), in float32 at least; a target of -100 is none."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As `token_loss`, the sum in place of the mean; 0 where every target is -100."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum")
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 class Score:
