@@ -15,11 +15,8 @@ SIZES = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 MATRIX_STD = 0.02  # of starting weights
 CUSTOM = "custom"  # a preset without sizes: all stand in the file, as for imported models
 KIND = "llama3"
-_NUMBER = r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
-_FORM = re.compile(
-    rf"{KIND}\(\s*factor\s*={_NUMBER},\s*low\s*={_NUMBER},\s*high\s*={_NUMBER},"
-    rf"\s*context\s*=\s*([0-9][0-9_]*)\s*\)"
-)
+_NUMBER = r"(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?)"
+_FORM = re.compile(rf"{KIND}\(factor={_NUMBER},low={_NUMBER},high={_NUMBER},context=(\d[\d_]*)\)")
 
 NARROW = ("subspace", "reparam", "projected")
 CONSTRAINED = ("subspace", "reparam")
@@ -151,8 +148,8 @@ class RopeScaling:
         """Read the setting; None for an empty one."""
         if not text:
             return None
-        if found := _FORM.fullmatch(text.strip()):
-            factor, low, high = (float(found[number]) for number in (1, 2, 3))
+        if found := _FORM.fullmatch("".join(text.split())):
+            factor, low, high = map(float, found.groups()[:3])
             scaling = cls(factor, low, high, int(found[4]))
             if 1 <= factor < math.inf and 0 < low < high < math.inf and scaling.context > 0:
                 return scaling

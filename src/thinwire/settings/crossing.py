@@ -120,11 +120,10 @@ def checkpoint_steps(settings: Settings) -> Callable[[int], bool]:
 
 def network_of(settings: Settings) -> Links:
     """The simulator's links for these settings; they cost no time when they are not emulated."""
-    link, stages = settings.link, settings.pipeline.stages
-    if not link.emulate:
-        return Links.alike(stages)
+    link = settings.link
     delay_s = (link.latency_ms + link.jitter_ms / 2) / 1e3
-    return Links.alike(stages, link.mbps_up, link.mbps_down, delay_s)
+    own = (link.mbps_up, link.mbps_down, delay_s) if link.emulate else ()
+    return Links.alike(settings.pipeline.stages, *own)
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:
