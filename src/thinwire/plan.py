@@ -293,8 +293,6 @@ def plan_text(plan: Plan) -> str:
         f"estimate: {seconds:.3f} s per step, {rate:,.0f} tokens/s, {duration(total)} for "
         f"{settings.train.steps:,} steps, not counting start, validations and checkpoints",
     ]
-    if not settings.link.emulate:
-        lines.append("link.emulate is off: the estimate assumes links that cost no time")
     return "\n".join(lines)
 
 
@@ -423,7 +421,7 @@ def _log_lines(settings: Settings) -> list[str]:
 def _link_line(settings: Settings) -> str:
     link = settings.link
     if not link.emulate:
-        return "links: as they are (not emulated)"
+        return "links: not emulated (link.emulate is off): the estimate takes them to cost no time"
     up, down = (
         f"{mbps:g} Mbps" if mbps else "unlimited" for mbps in (link.mbps_up, link.mbps_down)
     )
