@@ -15,12 +15,12 @@ from thinwire.model import architecture
 from thinwire.model.optim import StageOptimizer, orthogonalised, orthogonalising_flops
 from thinwire.plan import (
     Rates,
+    block_memory,
     estimate_costs,
     make_plan,
     measure_rates,
     plan_text,
     plan_to_plain,
-    stage_memory,
 )
 from thinwire.schedule import grid
 from thinwire.settings import Settings, crossing, machine_cores
@@ -235,8 +235,6 @@ def test_a_slow_last_stage_gets_a_split_suggested(make_settings):
     assert better.better_split is None and "note: pipeline.split" not in plan_text(better)
     plain = plan_to_plain(plan)
     assert plain["better_split"] == counts and plain["better_split_step_seconds"] == seconds
-    stuck = plan_text(make_plan(make_settings(**{**head, "model__layers": 3}), RATE))
-    assert "times as long as any other, and no split would be faster" in stuck
 
 
 def test_very_many_microbatches_are_planned_in_a_few_lines(slow_link):
@@ -258,10 +256,10 @@ def test_frozen_weights_have_neither_gradient_nor_state(precision, make_settings
         assert found.bytes == sum(p.element_size() * p.numel() for p in parameters)
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         assert 0 < found.trained == trained < found.count
-        before = stage_memory(settings, stage, Weights(), 0)
+        before = block_memory(settings, settings.split()[stage], Weights(), 0)
         states = 3 * 8 if precision == "fp64" else 3 * 4 + 2  # gradient, moments; a rounded copy
         expected = before + found.bytes + trained * states
-        assert stage_memory(settings, stage, found, 0) == expected
+        assert block_memory(settings, settings.split()[stage], found, 0) == expected
     text, plain = plan_text(plan), plan_to_plain(plan)
     assert "adapters of rank 2" in text and "with all weights trained it would take" in text
     assert plain["trained_parameters"] == [found.trained for found in plan.weights]
@@ -308,7 +306,7 @@ def test_memory_counts_weights_state_and_what_is_in_flight(make_settings):
 
     def memory(in_flight, **changes):
         changed = make_settings(**changes)
-        return stage_memory(changed, 0, stage_weights(changed, 0), in_flight)
+        return block_memory(changed, changed.split()[0], stage_weights(changed, 0), in_flight)
 
     assert memory(0) == 4 * weight_bytes, "weight, gradient and AdamW's two moments"
     assert memory(0, optim__name="muon") == 3 * weight_bytes

@@ -10,7 +10,7 @@ from thinwire.cli import main
 from thinwire.plan import make_plan, plan_text
 from thinwire.recipes import BEST, RATES, RECIPES
 from thinwire.settings import load_settings, make_recipe
-from thinwire.settings.remarks import remarks
+from thinwire.settings.file import remarks
 from trained import trained, trained_chain
 
 FROM_SEED = [name for name in RECIPES if name != "finetune"]

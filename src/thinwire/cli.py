@@ -224,7 +224,7 @@ def plan_command(options: argparse.Namespace) -> None:
     """Print the plan of a run."""
     from thinwire.plan import make_plan, plan_text, plan_to_plain
     from thinwire.settings import load_settings
-    from thinwire.settings.remarks import remarks
+    from thinwire.settings.file import remarks
 
     settings = load_settings(options.config, options.set, options.allow_plugins)
     for remark in remarks(settings):

@@ -5,7 +5,7 @@ from a rate that is measured with one block of the model (or given) and the size
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from thinwire.schedule import Costs, Counts, Simulation, deal, grid, simulate, w
 from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
 
 WORTH = 0.03  # what another split, order or window must gain before the plain one is left
-_SLOW = 1.5  # a stage that computes so many times as long as any other is told
 _MEASURE_SECONDS = 5.0  # an update that takes longer is computed from its matrix products
 _MEASURE_FLOPS = 2e10  # a probe larger than this is measured on fewer tokens and scaled
 _PASSES = 3.0  # a forward and a backward of trained matrices have so many forwards' operations
@@ -78,14 +77,14 @@ def make_plan(settings: Settings, flops_per_s: float | None = None) -> Plan:
         other = dataclasses.replace(schedule, delay=0)
         undelayed = simulate(other, costs, network, cores=cores).step_seconds
     weights = [stage_weights(settings, stage) for stage in range(p.stages)]
-    held = enumerate(zip(weights, schedule.held, strict=True))
+    stages = zip(settings.split(), weights, schedule.held, strict=True)
     return Plan(
         settings,
         costs,
         simulation,
         windows,
         weights,
-        memory_bytes=[stage_memory(settings, stage, *needed) for stage, needed in held],
+        memory_bytes=[block_memory(settings, *stage) for stage in stages],
         flops_per_s=rates.flops,
         is_measured=flops_per_s is None,
         machine=machine,
@@ -128,12 +127,11 @@ def with_split(settings: Settings, counts: Counts) -> Settings:
 
 
 def estimate_costs(
-    settings: Settings, flops_per_s: float | Sequence[float], updates_per_s: float = math.inf
+    settings: Settings, flops_per_s: float, updates_per_s: float = math.inf
 ) -> Costs:
-    """Seconds and bytes of every action; with a sequence of FLOP rates each stage has its own."""
+    """Seconds and bytes of every action."""
     split = settings.split()
-    rates = flops_per_s if isinstance(flops_per_s, Sequence) else [flops_per_s] * len(split)
-    seconds = [block_seconds(settings, *stage) for stage in zip(split, rates, strict=True)]
+    seconds = [block_seconds(settings, blocks, flops_per_s) for blocks in split]
     sizes = [crossing.frame_bytes(settings, cut) for cut in range(len(split) - 1)]
     update = [0.0] * len(split)
     if updates_per_s < math.inf:
@@ -159,15 +157,9 @@ def block_seconds(settings: Settings, blocks: range, flops_per_s: float) -> tupl
     return forward / flops_per_s, backward / flops_per_s
 
 
-def stage_memory(settings: Settings, stage: int, weights: Weights, in_flight: int) -> int:
-    """Bytes that a stage of these settings needs at most."""
-    return block_memory(settings, settings.split()[stage], weights, in_flight)
-
-
 def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight: int) -> int:
-    """Bytes of weights, gradients, optimizer state, token table and activations in flight; under
-    autocast also of one rounded copy of weights. Frozen weights have neither copy, gradient nor
-    state. With delayed updates all but the state is there twice.
+    """Bytes of weights, gradients, optimizer state, token table and activations in flight, and of a
+    rounded copy under autocast. With delayed updates all but the state is there twice.
     """
     width, twice = WEIGHT_TYPES[settings.run.precision].itemsize, settings.pipeline.overlap
     states = 2 * twice + (3 if settings.optim.name == "adamw" else 2)  # gradient, moments
@@ -196,10 +188,9 @@ def block_memory(settings: Settings, blocks: range, weights: Weights, in_flight:
 
 
 def measure_rates(settings: Settings, repeats: int = 3) -> Rates:
-    """The rates at which this machine trains one block and updates parameters as there are in the
-    model, with the threads of a stage of a local run. Large models are measured on a part of a
-    microbatch (rates grow with size), what is emulated once, on a hundredth of that. Updates of
-    adapters are few: they cost nothing.
+    """How fast this machine trains one block, and updates parameters as the model has them, with
+    the threads of a stage of a local run. Large models are measured on a part of a microbatch, and
+    what is emulated once, on a hundredth of that. Updates of adapters cost nothing: they are few.
     """
     device, dtype = choose_device(settings.run.device, 0), WEIGHT_TYPES[settings.run.precision]
     most = _MEASURE_FLOPS / _PASSES
@@ -302,8 +293,6 @@ def plan_text(plan: Plan) -> str:
         f"estimate: {seconds:.3f} s per step, {rate:,.0f} tokens/s, {duration(total)} for "
         f"{settings.train.steps:,} steps, not counting start, validations and checkpoints",
     ]
-    if not settings.link.emulate:
-        lines.append("link.emulate is off: the estimate assumes links that cost no time")
     return "\n".join(lines)
 
 
@@ -313,10 +302,8 @@ def _lora_lines(plan: Plan) -> list[str]:
     if not settings.lora.rank:
         return []
     whole = dataclasses.replace(settings, lora=LoraConfig())
-    needed = max(
-        stage_memory(whole, stage, stage_weights(whole, stage), in_flight)
-        for stage, in_flight in enumerate(plan.simulation.schedule.held)
-    )
+    held = enumerate(zip(settings.split(), plan.simulation.schedule.held, strict=True))
+    needed = max(block_memory(whole, at, stage_weights(whole, i), most) for i, (at, most) in held)
     trained = sum(weights.trained for weights in plan.weights)
     share = 100 * trained / sum(plan.parameters)
     return [
@@ -328,20 +315,12 @@ def _lora_lines(plan: Plan) -> list[str]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What would make the step shorter, or why a slow stage stays slow."""
     simulation, notes = plan.simulation, []
-    fast, slow = [math.inf, *sorted(simulation.compute_seconds)][-2:]
     if plan.better_split:
         counts, seconds = plan.better_split
         notes.append(
             f"note: pipeline.split = {counts} would take {seconds:.3f} s per step: stages would "
             "compute more equally long; its cuts lie elsewhere"
-        )
-    elif simulation.bound.startswith("compute") and slow > _SLOW * fast:
-        stage = simulation.compute_seconds.index(slow)
-        notes.append(
-            f"note: stage {stage} computes {slow / fast:.1f} times as long as any other, and no "
-            "split would be faster; fewer stages leave fewer to wait for it"
         )
     if plan.undelayed_seconds is not None:
         times = plan.undelayed_seconds / simulation.step_seconds
@@ -361,7 +340,6 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _cut_lines(settings: Settings) -> list[str]:
-    """What crosses per microbatch: one line for all cuts, or for each where they differ."""
     tokens = settings.tokens_per_microbatch
     cuts = list(range(settings.pipeline.stages - 1))
     alike = len({settings.codec.names(cut) for cut in cuts}) == 1
@@ -443,7 +421,7 @@ def _log_lines(settings: Settings) -> list[str]:
 def _link_line(settings: Settings) -> str:
     link = settings.link
     if not link.emulate:
-        return "links: as they are (not emulated)"
+        return "links: not emulated (link.emulate is off): the estimate takes them to cost no time"
     up, down = (
         f"{mbps:g} Mbps" if mbps else "unlimited" for mbps in (link.mbps_up, link.mbps_down)
     )

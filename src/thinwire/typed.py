@@ -24,11 +24,18 @@ Scope = typing.Literal["result", "keeping", "machine"]
 how a run is named, watched, kept and hurried; or it is each machine's own."""
 _HOLDS = {"at least": ge, "above": gt, "at most": le, "below": lt}
 _LIMIT = 2**63  # what TOML can hold, and what torch counts with
+_MANY = 10**9  # the most of what is counted, unless another bound is given
 
-Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
-"""A float that is neither NaN nor infinite, where others may be, such as a loss."""
-Exact = typing.Annotated[str, "exact"]
-"""Text that is used, not shown, such as a path: no character of it is dropped."""
+Finite = typing.Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]  # neither NaN nor infinite
+Exact = typing.Annotated[str, "exact"]  # used, not shown, as a path: no character is dropped
+_TYPES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    list[int]: "a list of integers",
+    list[str]: "a list of strings",
+}
 
 
 def nearest(word: str, candidates: typing.Iterable[str]) -> str:
@@ -50,12 +57,14 @@ def option(
     auto: float | None = None,
     scope: Scope = "result",
 ) -> Any:
-    """A config field with its default, its one-line explanation, and its allowed values. A number
-    must be at least 0, unless other bounds are given; `auto` is a number outside them that stands
-    for a choice of our own, or for none, and so is a default below 0.
+    """A config field with its default, its explanation, and its allowed values. A number must be at
+    least 0, and one that counts at most `_MANY`, unless other bounds are given; `auto`, or a
+    default below 0, stands for our choice.
     """
     is_number = isinstance(default, int | float) and not isinstance(default, bool)
     least = least if above is None else None
+    if isinstance(default, int) and least is not None and most is None:
+        most = _MANY
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     metadata = {
         "help": help,
@@ -70,9 +79,7 @@ def option(
 
 
 def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """Build the dataclass `cls`, and those in it, from a plain mapping; refuse unknown keys and
-    wrong types. `where` is the dotted place of the mapping, for messages ("model.dim").
-    """
+    """Build `cls`, and what is in it, from a mapping; `where` is its dotted place, for messages."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where or 'config'} must be a table of keys, got {values!r}")
     hints = typing.get_type_hints(cls)
@@ -96,9 +103,7 @@ def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
 
 
 def to_toml(config: Any, resolved: Any | None = None) -> str:
-    """The sections of a config as TOML: every key with its value and what it means, and what it is
-    in `resolved`, if that is another value.
-    """
+    """A config as TOML: each key with what it means, and its value in `resolved` if it differs."""
     lines = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
@@ -130,7 +135,8 @@ def parse_literal(text: str, cls: type, key: str, place: str) -> Any:
         value = _entries(text) if typing.get_origin(wanted) is list else plain
         return msgspec.convert(value, wanted, strict=False)
     except (ValueError, RecursionError):  # of tomllib, or of msgspec
-        raise ConfigError(f"{place}: cannot read {_brief(text)} as {_type_name(wanted)}") from None
+        kind = _TYPES.get(wanted, wanted)
+        raise ConfigError(f"{place}: cannot read {_brief(text)} as {kind}") from None
 
 
 def _entries(text: str) -> list[Any]:
@@ -154,7 +160,8 @@ def _converted(value: Any, wanted: Any, place: str) -> Any:
         if entry := re.search(r"\$\[(\d+)\]", str(error)):
             value, place = value[int(entry[1])], f"{place}[{entry[1]}]"
             wanted = typing.get_args(wanted)[0]
-        raise ConfigError(f"{place} must be {_type_name(wanted)}, got {_brief(value)}") from None
+        kind = _TYPES.get(wanted, wanted)
+        raise ConfigError(f"{place} must be {kind}, got {_brief(value)}") from None
     if isinstance(found, float) and not math.isfinite(found):
         raise ConfigError(f"{place} = {found} must be a finite number")
     for number in found if isinstance(found, list) else [found]:
@@ -174,29 +181,10 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
 
 
 def _brief(value: Any) -> str:
-    """A value for a message, shortened where it would fill the screen."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of thousands of digits
-        return "a number of thousands of digits"
+    text = repr(value)
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # A TOML basic string, escapes and all; DEL is the one that JSON leaves as it is.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    return repr(value)
-
-
-def _type_name(wanted: Any) -> str:
-    if typing.get_origin(wanted) is list:
-        inner = typing.get_args(wanted)[0]
-        several = {int: "integers", float: "numbers", str: "strings"}
-        return f"a list of {several.get(inner, str(inner))}"
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-    return names.get(wanted, str(wanted))
+    """A value as TOML has it, which is as in JSON, but for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

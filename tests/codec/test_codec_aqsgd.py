@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thinwire.codec import Leg, Place, Surroundings, TensorSpec, spec_of
 from thinwire.codec.quantize import Integer
 from thinwire.codec.sparse import RandK, TopK
-from thinwire.codec.wrappers import AQSGD, ExampleMemory, Zstd, bytes_needed
+from thinwire.codec.wrappers import AQSGD, ExampleMemory, Zstd
 from thinwire.errors import ConfigError
 from whole_state import are_equal
 
@@ -105,8 +105,6 @@ def test_training_without_examples_is_refused_with_the_reason():
     with pytest.raises(ConfigError, match="do not name the examples"):
         ends.receiver.unpack(bytes(144), spec_of(normal(0)), at(0, None))
     ends.send(normal(0), at(0, None, training=False))
-    with pytest.raises(ConfigError, match="call prepare first"):
-        AQSGD(TopK(0.2)).pack(normal(0), at(0, [0, 1, 2]))
     with pytest.raises(ConfigError, match="one row for each example"):
         AQSGD(TopK(0.2)).prepare(TensorSpec((), torch.float32, CPU), ENOUGH)
 
@@ -115,12 +113,12 @@ def test_training_without_examples_is_refused_with_the_reason():
 
 
 def test_too_little_room_is_refused_with_the_need_and_the_limit(tmp_path):
-    need = bytes_needed(ROW, EXAMPLES)
-    assert need == EXAMPLES * (2 * 24 + 5)
-    ExampleMemory(ROW, Surroundings(EXAMPLES, limit_bytes=need), CPU)
+    need = EXAMPLES * (2 * 24 + 5)
+    spec = TensorSpec((3, *ROW), torch.float32, CPU)
+    ExampleMemory().prepare(spec, Surroundings(EXAMPLES, limit_bytes=need))
     for folder in (None, tmp_path):
         with pytest.raises(ConfigError, match=rf"{need} bytes at each end.* limit is {need - 1}"):
-            ExampleMemory(ROW, Surroundings(EXAMPLES, need - 1, folder), CPU)
+            ExampleMemory().prepare(spec, Surroundings(EXAMPLES, need - 1, folder))
     codec = AQSGD(TopK(0.2))
     with pytest.raises(ConfigError, match=r"24 numbers for each of 1,000,000 training examples"):
         codec.prepare(spec_of(normal(0)), Surroundings(10**6, limit_bytes=10**7))

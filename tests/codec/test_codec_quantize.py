@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensors import CPU, normal, round_trip
 
-from thinwire.codec import Cast, Leg, Place, Surroundings, TensorSpec, cross, parse_codec, spec_of
+from thinwire.codec import Cast, Leg, Place, cross, parse_codec, spec_of
 from thinwire.codec.quantize import (
     FORMATS,
     LARGEST,
@@ -23,7 +23,6 @@ from thinwire.codec.quantize import (
     rotate,
     unpack_bits,
 )
-from thinwire.errors import ConfigError
 
 FORWARD = Place(Leg.FORWARD, step=3, microbatch=1)
 BACKWARD = Place(Leg.BACKWARD, step=3, microbatch=1)
@@ -67,17 +66,6 @@ def test_nan_and_infinity_travel(name):
     assert got.isnan().tolist() == [True, False, False, False, False]
     assert torch.equal(got[1:], sent[1:]) and torch.signbit(got[3])
     assert round_trip(Cast(name), torch.tensor([65520.0, -1e6, 3e38])).isfinite().all()
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_device_without_float64_is_refused_for_fp64_alone(name):
-    spec = TensorSpec((2,), torch.float32, torch.device("mps"))
-    for codec in (Cast(name), parse_codec(f"{name}+ef+zstd")):
-        if name != "fp64":
-            codec.prepare(spec, Surroundings(0, 0))
-            continue
-        with pytest.raises(ConfigError, match="MPS has none: choose fp32"):
-            codec.prepare(spec, Surroundings(0, 0))
 
 
 def test_tags_name_the_codec_for_ever():

@@ -10,7 +10,7 @@ from tensors import CPU, PLACE, normal, round_trip, sent
 
 from thinwire.codec import Leg, Place
 from thinwire.codec.base import spec_of
-from thinwire.codec.sparse import PositionCode, RandK, SharedMask, TopK, bind_masks, drawn
+from thinwire.codec.sparse import PositionCode, RandK, SharedMask, TopK, drawn
 from thinwire.codec.wrappers import EF21, ErrorFeedback
 from thinwire.errors import WireError
 
@@ -163,7 +163,8 @@ class Boundary:
         self.forward = forward(), forward()
         self.backward = backward(), backward()
         for codec, back in zip(self.forward, reversed(self.backward), strict=True):
-            bind_masks(codec, back)
+            [mask] = [inner for _, inner in back.walk() if isinstance(inner, SharedMask)]
+            mask.bind(codec)
 
     def send(self, codecs, tensor, place):
         return sent(*codecs, tensor, place)

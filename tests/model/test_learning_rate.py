@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.model import OptimConfig, learning_rate, rate_change
+from thinwire.model import OptimConfig, learning_rate, rate_changes
 
 PEAK = 0.5
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -48,7 +48,7 @@ def test_up_then_down_and_never_past_the_peak(schedule, steps, warmup, peak):
 
 def test_a_stretched_schedule_is_told_with_both_rates():
     config = OptimConfig(lr=0.0325, warmup=2, floor=0.0)
-    text = rate_change(config, 100, config, 10_000, 99)
+    (text,) = rate_changes(config, 100, config, 10_000, 99)
     assert "was 3.34e-05 at the checkpoint and continues at 0.0325" in text
     lower = dataclasses.replace(config, lr=0.01, schedule="constant")
-    assert "continues at 0.01:" in rate_change(config, 100, lower, 100, 50)
+    assert "continues at 0.01:" in rate_changes(config, 100, lower, 100, 50)[0]

@@ -1,5 +1,6 @@
 """The split over unlike peers: as good as trying all, and honest about memory."""
 
+import dataclasses
 import itertools
 import json
 
@@ -7,7 +8,7 @@ import pytest
 
 from thinwire.engine.build import stage_weights
 from thinwire.errors import ConfigError
-from thinwire.plan import estimate_costs, make_plan, stage_memory
+from thinwire.plan import block_memory, estimate_costs, make_plan
 from thinwire.run import placement as pl
 from thinwire.run.machine import Machine
 from thinwire.schedule import simulate
@@ -28,6 +29,16 @@ def compositions(layers, stages):
     ]
 
 
+def costs_of(settings, rates, *updates):
+    """Of stages on machines that compute at rates of their own."""
+    each = [estimate_costs(settings, rate, *updates) for rate in rates]
+    forward, backward = (
+        [getattr(costs, kind)[stage] for stage, costs in enumerate(each)]
+        for kind in ("forward", "backward")
+    )
+    return dataclasses.replace(each[0], forward=forward, backward=backward)
+
+
 def brute_force(settings, peers):
     """The shortest step of all placements that fit, by planner and simulator alone."""
     stages, best = settings.pipeline.stages, float("inf")
@@ -35,14 +46,14 @@ def brute_force(settings, peers):
         split = pl.with_split(settings, counts)
         held = make_plan(split, 1e9).simulation.schedule.held
         needs = [
-            stage_memory(split, stage, stage_weights(split, stage), held[stage])
-            for stage in range(stages)
+            block_memory(split, blocks, stage_weights(split, stage), held[stage])
+            for stage, blocks in enumerate(split.split())
         ]
         for order in itertools.permutations(peers, stages):
             if all(
                 n <= pl.MEMORY_SHARE * p.memory_bytes for n, p in zip(needs, order, strict=True)
             ):
-                costs = estimate_costs(split, [p.flops_per_s("fp32") for p in order])
+                costs = costs_of(split, [p.flops_per_s("fp32") for p in order])
                 step = simulate(split.schedule(), costs, pl.links_of(list(order)), steps=2)
                 best = min(best, step.step_seconds)
     return best
@@ -125,7 +136,7 @@ def test_looked_up_figures_are_the_planners(changes, make_settings):
         assert [figures.parameters(*stage) for stage in stages] == plan.parameters
         assert [figures.memory(*stage) for stage in stages] == plan.memory_bytes
         costs = figures.costs((2, 0, 1), counts)
-        planned = estimate_costs(split, [5 * UNIT, 3 * UNIT, 4 * UNIT], 7e6)
+        planned = costs_of(split, [5 * UNIT, 3 * UNIT, 4 * UNIT], 7e6)
         assert costs.update == pytest.approx(planned.update) and all(planned.update)
         assert costs.forward == pytest.approx(planned.forward)
         assert costs.backward == pytest.approx(planned.backward)

@@ -23,7 +23,7 @@ from thinwire.errors import BreachError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as pr
 from thinwire.run.watch import pulse_seconds
-from thinwire.schedule import Kind
+from thinwire.schedule.build import Kind
 from thinwire.wire import Frame, FrameKind, FrameLog, LinkState, Position, decode, encode
 from thinwire.wire.logged import Lacking
 

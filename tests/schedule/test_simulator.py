@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError
-from thinwire.schedule import Costs, Network, Span, build, simulate, window_table
-from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES
+from thinwire.schedule import Costs, Links, build, simulate, window_table
+from thinwire.schedule.simulator import CONTROL_BYTES, ROW_FRAME_BYTES, Span
 
 
 def slower_or_equal(steps):
@@ -52,13 +52,13 @@ def test_one_microbatch_crosses_and_returns():
 
     The tally follows the gradient while stage 0 still computes, so it costs nothing here.
     """
-    network = Network(MBPS, MBPS, latency_s=0.25)
+    network = Links.alike(2, MBPS, MBPS, latency_s=0.25)
     step = simulate(build("gpipe", 2, 1), costs(2, size=BYTES), network)
     assert step.step_seconds == pytest.approx(2 * (1.0 + 2.0) + 2 * (TRANSFER + 0.25) + 0.5)
 
 
 def test_link_bound_1f1b_uses_both_directions_at_once():
-    network = Network(MBPS, MBPS, latency_s=0.1)
+    network = Links.alike(2, MBPS, MBPS, latency_s=0.1)
     step = simulate(build("1f1b", 2, 20, 20), costs(2, 0, 0, 0.5, BYTES), network)
     assert step.step_seconds == pytest.approx(21 * TRANSFER + CONTROL + 2 * 0.1 + 0.5)
     busy = (20 * TRANSFER + CONTROL) / step.step_seconds
@@ -69,7 +69,7 @@ def test_link_bound_1f1b_uses_both_directions_at_once():
 def test_a_middle_uplink_carries_forwards_and_backwards_in_turn():
     """Only what leaves stage 1 has a size: three forwards up, three backwards down, one link."""
     middle = Costs([0.0] * 3, [0.0] * 3, [0.0] * 3, [0, BYTES], [BYTES, 0])
-    step = simulate(build("1f1b", 3, 3), middle, Network(MBPS, 0))
+    step = simulate(build("1f1b", 3, 3), middle, Links.alike(3, MBPS, 0))
     # Verdicts of stages 0 and 1 leave before the first forward, the tally after the last backward.
     assert step.step_seconds == pytest.approx(6 * TRANSFER + 3 * CONTROL)
     sends = [s.label for s in lane(step, 1, "send")]
@@ -78,17 +78,17 @@ def test_a_middle_uplink_carries_forwards_and_backwards_in_turn():
 
 
 def test_latency_bound_one_microbatch_at_a_time():
-    step = simulate(build("1f1b", 3, 5, window=1), costs(3), Network(latency_s=10.0))
+    step = simulate(build("1f1b", 3, 5, window=1), costs(3), Links.alike(3, latency_s=10.0))
     assert step.step_seconds == pytest.approx(5 * (3 * 3.0 + 4 * 10.0) + 0.5)
     assert step.bound == "latency"
     assert step.chain == pytest.approx({"compute": 45.5, "shared": 0, "latency": 200, "links": 0})
 
 
 @pytest.mark.parametrize(("network", "cores", "bound"), [
-    (Network(latency_s=0.4), 2.0, "compute shared by all stages"),
-    (Network(latency_s=0.4), None, "compute"),
-    (Network(latency_s=9.0), 2.0, "latency"),
-    (Network(MBPS, latency_s=0.4), None, "links"),
+    (Links.alike(4, latency_s=0.4), 2.0, "compute shared by all stages"),
+    (Links.alike(4, latency_s=0.4), None, "compute"),
+    (Links.alike(4, latency_s=9.0), 2.0, "latency"),
+    (Links.alike(4, MBPS, latency_s=0.4), None, "links"),
 ])  # fmt: skip
 def test_where_nothing_is_busy_the_longest_chain_names_the_limit(network, cores, bound):
     """On two cores stages wait for each other's compute: a short delay does not decide."""
@@ -104,7 +104,7 @@ def test_a_wider_window_hides_latency():
 
     Of a pair, the second trails the first by one forward and one backward.
     """
-    network = Network(latency_s=10.0)
+    network = Links.alike(2, latency_s=10.0)
     free_top = Costs([1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0], [0])
     wide = simulate(build("1f1b", 2, 8, 8), free_top, network)
     assert wide.step_seconds == pytest.approx(1.0 + 20.0 + 8 * 1.0)
@@ -130,19 +130,20 @@ def test_running_actions_share_the_cores_equally():
 
 
 def test_the_window_table_trades_memory_for_time():
-    table = window_table(4, 16, costs(4), Network(latency_s=5.0))
+    links = Links.alike(4, latency_s=5.0)
+    table = window_table(4, 16, costs(4), links)
     windows, seconds, held = zip(*table, strict=True)
     assert windows == (1, 2, 4, 6, 9, 13, 16)
     assert held[2] == [4, 3, 2, 1]
     assert seconds[0] > seconds[2] > seconds[-1]
     assert all(count[0] == window for window, count in zip(windows, held, strict=True))
-    with_cores = window_table(4, 16, costs(4), Network(latency_s=5.0), cores=1)
+    with_cores = window_table(4, 16, costs(4), links, cores=1)
     assert all(b[1] >= a[1] for a, b in zip(table, with_cores, strict=True))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"costs": costs(3)}, "costs.forward has 3 numbers, 2 stages need 2"),
-    ({"costs": costs(2, forward=-1.0)}, "costs.forward = -1.0"),
+    ({"costs": costs(3)}, r"costs.forward = .*: 2 numbers are needed"),
+    ({"costs": costs(2, forward=-1.0)}, r"costs.forward = \[-1.0, -1.0\]: .* 0 or more"),
 ])  # fmt: skip
 def test_what_cannot_be_simulated(changes, message):
     arguments = {"schedule": build("gpipe", 2, 2), "costs": costs(2)} | changes
@@ -156,7 +157,7 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
     size, rate = frames * ROW_FRAME_BYTES, 80.0
     free = Costs([0.0] * 4, [0.0] * 4, [0.0] * 4, [0] * 3, [0] * 3)
     shared = dataclasses.replace(free, row_bytes=[size] * 3)
-    schedule, network = build("gpipe", 4, 2), Network(rate, rate)
+    schedule, network = build("gpipe", 4, 2), Links.alike(4, rate, rate)
     simulation = simulate(schedule, shared, network)
     more = simulation.step_seconds - simulate(schedule, free, network).step_seconds
     frame_s = ROW_FRAME_BYTES * 8 / rate / 1e6
@@ -179,14 +180,14 @@ def test_rows_of_a_shared_embedding_are_handed_on_frame_by_frame(frames):
 ])  # fmt: skip
 def test_a_step_with_delay_is_the_way_there_and_back(microbatches, window, delay, expected):
     schedule = build("1f1b", 2, microbatches, window, delay)
-    step = simulate(schedule, costs(2, 1.0, 1.0, 0.0), Network(latency_s=10.0))
+    step = simulate(schedule, costs(2, 1.0, 1.0, 0.0), Links.alike(2, latency_s=10.0))
     assert step.step_seconds == pytest.approx(expected)
     assert sum(step.chain.values()) == pytest.approx(expected)
 
 
 def test_the_verdict_hides_behind_the_next_step():
     """An update waits for a verdict that comes over all cuts, but has a whole step for that."""
-    stages, network = 4, Network(latency_s=1.0)
+    stages, network = 4, Links.alike(4, latency_s=1.0)
     long = simulate(build("1f1b", stages, 16, 16, delay=16), costs(stages), network)
     assert long.step_seconds == pytest.approx(16 * 3.0 + 0.5)
     drained = simulate(build("1f1b", stages, 16, 16), costs(stages), network)
@@ -216,7 +217,7 @@ def pipelines(draw, max_stages=4):
 @given(pipelines(), rates, rates, latencies, st.sampled_from([None, 1, 2]))
 def test_no_step_is_shorter_than_its_busiest_resource(pipeline, up, down, latency, cores):
     schedule, costs = pipeline
-    step = simulate(schedule, costs, Network(up, down, latency), cores=cores)
+    step = simulate(schedule, costs, Links.alike(schedule.stages, up, down, latency), cores=cores)
     assert step.step_seconds >= max(step.compute_seconds) - SLACK
     assert step.step_seconds >= sum(step.compute_seconds) / (cores or schedule.stages) - SLACK
     assert max(step.uplink_utilisation) <= 1 + SLACK
@@ -239,7 +240,8 @@ def test_with_delay_no_step_is_longer_where_the_window_is_that_of_1f1b(pipeline,
     costs = dataclasses.replace(pipeline[1], update=[0.0] * schedule.stages)
     count = schedule.microbatches, max(schedule.window, schedule.stages)
     both = [build("1f1b", schedule.stages, *count, delay) for delay in (0, count[0])]
-    most, found = (simulate(one, costs, Network(rate, 0, latency)).step_seconds for one in both)
+    links = Links.alike(schedule.stages, rate, 0, latency)
+    most, found = (simulate(one, costs, links).step_seconds for one in both)
     assert found <= most * (1 + SLACK) + SLACK
 
 
@@ -247,6 +249,10 @@ def test_with_delay_no_step_is_longer_where_the_window_is_that_of_1f1b(pipeline,
 @given(pipelines(), rates, latencies)
 def test_worse_links_never_help_while_downlinks_are_unlimited(pipeline, rate, latency):
     """Every queue then has one sender in a fixed order, so a delay can only be passed on."""
-    delayed = [simulate(*pipeline, Network(rate, 0, worse)).step_seconds for worse in (0, 0.3, 2)]
-    slower = [simulate(*pipeline, Network(up, 0, latency)).step_seconds for up in (0, 50, 4, 0.5)]
-    assert slower_or_equal(delayed) and slower_or_equal(slower)
+
+    def seconds(up, delay):
+        links = Links.alike(pipeline[0].stages, up, 0, delay)
+        return simulate(*pipeline, links).step_seconds
+
+    assert slower_or_equal([seconds(rate, worse) for worse in (0, 0.3, 2)])
+    assert slower_or_equal([seconds(up, latency) for up in (0, 50, 4, 0.5)])

@@ -10,8 +10,8 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 from thinwire.errors import ConfigError, GoneError
-from thinwire.settings import Settings, load_asked, load_settings
-from thinwire.settings.remarks import remarks
+from thinwire.settings import Settings, load_settings
+from thinwire.settings.file import remarks
 from thinwire.typed import to_toml
 
 
@@ -67,7 +67,7 @@ CHANGES = [
 @pytest.fixture(params=["what init writes", "what a run leaves"])
 def written(request, tmp_path):
     """The files that our own commands write, both from the defaults."""
-    asked = load_asked(None, [])
+    asked = Settings()
     path = tmp_path / "run.toml"
     is_init = request.param == "what init writes"
     path.write_text(to_toml(asked) if is_init else to_toml(asked.resolved().relaxed()))
@@ -95,12 +95,6 @@ def test_a_rank_left_to_the_ratio_follows_the_model():
     assert chosen.boundary.rank == chosen.relaxed().boundary.rank == 64
     assert any("boundary.ratio = 12.5 has no effect" in remark for remark in remarks(chosen))
     assert not remarks(load_settings(None, asked))
-
-
-def test_a_patience_shorter_than_an_outage_is_remarked():
-    for patience, is_short in (("20", True), ("60", False), ("0", False)):
-        found = remarks(load_settings(None, [f"run.patience={patience}", "link.outage=60"]))
-        assert any("run.patience = 20 is shorter than" in text for text in found) == is_short
 
 
 def test_sizes_of_a_file_do_not_reshape_another_preset(tmp_path):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from thinwire.settings import Settings, crossing, machine_cores, threads_per_stage
-from thinwire.settings.remarks import remarks
+from thinwire.settings.file import remarks
 from thinwire.typed import Scope, to_toml
 from thinwire.wire import LinkConfig
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.schedule import Costs, Network, build, simulate
+from thinwire.schedule import Costs, Links, build, simulate
 from thinwire.wire import Nic
 
 MEGABIT = 125_000  # bytes
@@ -68,7 +68,7 @@ def test_the_downlink_never_exceeds_its_rate_and_never_runs_ahead(arrivals):
 def test_frames_leave_and_arrive_when_the_emulator_says(up, down):
     """The emulator and the simulator are two programs with one model of a link."""
     costs = Costs([0.01, 0.01], [0.02, 0.02], [0.001, 0.001], [MEGABIT], [MEGABIT])
-    played = simulate(build("gpipe", 2, 4), costs, Network(up, down, 0.025))
+    played = simulate(build("gpipe", 2, 4), costs, Links.alike(2, up, down, 0.025))
     spans = {(s.stage, s.lane, s.label): s for s in played.spans}
     sender, receiver = Nic(up, down, 25), Nic(up, down, 25)
     for number in range(4):

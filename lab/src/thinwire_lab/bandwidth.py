@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.report import PlainDisplay
-from thinwire.schedule import Costs, Network, simulate
+from thinwire.schedule import Costs, Links, simulate
 from thinwire.settings import Settings, merged
 from thinwire.settings.crossing import bytes_per_token
 from thinwire.train import train
@@ -96,8 +96,9 @@ class Study:
             if rate == UNLIMITED:
                 costs = Costs(**summary["measured_costs"])
         for rate in [*sorted({*RATES["simulated"], *self.rates}), UNLIMITED]:
-            network = Network(rate, rate, whole.link.latency_ms / 1e3 if rate else 0.0)
-            step = simulate(whole.schedule(), costs, network).step_seconds
+            delay_s = whole.link.latency_ms / 1e3 if rate else 0.0
+            links = Links.alike(whole.pipeline.stages, rate, rate, delay_s)
+            step = simulate(whole.schedule(), costs, links).step_seconds
             simulated[rate] = whole.tokens_per_step / step
         return dict(zip(KINDS, (measured, simulated), strict=True))
 

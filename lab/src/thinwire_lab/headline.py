@@ -13,7 +13,7 @@ from thinwire.engine.build import model_weights
 from thinwire.errors import ConfigError
 from thinwire.plan import Rates, estimate_costs, measure_rates
 from thinwire.report.human import human_count
-from thinwire.schedule import Costs, Network, build, simulate
+from thinwire.schedule import Costs, Links, build, simulate
 from thinwire.settings import Settings, merged
 from thinwire.settings.crossing import bytes_per_token
 from thinwire_lab.arms import Values, base_of, split_patterns
@@ -154,10 +154,12 @@ def link_rows(
 ) -> list[Row]:
     """One row for each method over a link, and what is public for it."""
     public, dense = sheet("headline")["public"], methods[0].label
-    network = Network(link["mbps"], link["mbps"], link["latency_ms"] / 1e3)
+    speed = link["mbps"], link["mbps"], link["latency_ms"] / 1e3
     rows = []
     for arm, settings in arms.items():
-        seconds, window, bound = fastest(settings, costs[arm], network)
+        seconds, window, bound = fastest(
+            settings, costs[arm], Links.alike(settings.pipeline.stages, *speed)
+        )
         share = goal.tokens[arm] / goal.tokens[dense]
         steps = public["dense_steps"] * share
         per_token = bytes_per_token(settings)
@@ -189,7 +191,7 @@ def link_rows(
     return rows
 
 
-def fastest(settings: Settings, costs: Costs, network: Network) -> tuple[float, int, str]:
+def fastest(settings: Settings, costs: Costs, links: Links) -> tuple[float, int, str]:
     """Seconds per step, window and limit: the smallest window that is about as fast as any.
 
     Windows double from the number of stages on, up to all microbatches.
@@ -197,7 +199,7 @@ def fastest(settings: Settings, costs: Costs, network: Network) -> tuple[float, 
     stages, count = settings.pipeline.stages, settings.pipeline.microbatches
     doubled = [stages << times for times in range(count.bit_length()) if stages << times < count]
     played = [
-        simulate(build("1f1b", stages, count, window), costs, network, steps=2)
+        simulate(build("1f1b", stages, count, window), costs, links, steps=2)
         for window in [*doubled, count]
     ]
     least = min(found.step_seconds for found in played)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         Leg,
         Part,
         Parts,
-        Payload,
         Place,
         Shape,
         Stateful,
@@ -24,6 +23,5 @@ if TYPE_CHECKING:
         spec_of,
     )
     from thinwire.codec.parse import build_codecs, parse_codec, register_codec
-    from thinwire.codec.quantize import Cast
 
 __getattr__ = on_first_use(__name__, "base", "parse", "quantize")

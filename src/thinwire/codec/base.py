@@ -39,18 +39,15 @@ class Place:
     microbatch: int
     cut: int = 0
     seed: int = 0
-    training: bool = True
-    """False in a validation or when text is generated: then nothing is remembered."""
-    examples: tuple[int, ...] | None = None
-    """Which training examples the rows are, for codecs that remember examples."""
-    salt: int = 0
-    """For a codec that needs more than one key at a place."""
+    training: bool = True  # else nothing is remembered: in a validation, or when text is generated
+    examples: tuple[int, ...] | None = None  # which training examples the rows are
+    salt: int = 0  # for a codec that needs more than one key at a place
 
     @property
     def key(self) -> int:
         """63 bits that differ from place to place: the key of everything random here."""
-        where = f"{self.cut}/{self.leg.value}/{self.step}/{self.microbatch}/{self.salt}"
-        text = f"{self.seed}/{where}"
+        where = self.seed, self.cut, self.leg.value, self.step, self.microbatch, self.salt
+        text = "/".join(map(str, where))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -80,12 +77,9 @@ class Part:
 class Surroundings:
     """What a codec that remembers examples may use, given to it before the first tensor."""
 
-    examples: int
-    """How many training examples there are: places name them by 0..examples-1."""
-    limit_bytes: int
-    """The most that one end may keep."""
-    folder: Path | None = None
-    """Where to keep it, in files of its own; None = in the memory of the tensor's device."""
+    examples: int  # to train on: places name them by 0..examples-1
+    limit_bytes: int  # the most that one end may keep
+    folder: Path | None = None  # for files of its own; None = in the memory of the tensor's device
 
 
 Parts = tuple[Tensor, ...]
@@ -173,9 +167,7 @@ class Codec(ABC):
         return sum(part.bytes for part in self.layout(shape, Place(Leg.FORWARD, 0, 0)))
 
     def expected_bytes(self, shape: Shape, coded: bool = False) -> int:
-        """Bytes to plan with for this shape: what `pack` may need at most, unless more is known.
-        `coded`: what an entropy coder is expected to leave of them.
-        """
+        """Bytes to plan with; `coded`: those that an entropy coder is expected to leave of them."""
         return self.payload_limit(shape)
 
     # What users of codecs call.
@@ -210,7 +202,7 @@ class Codec(ABC):
         return bool(self.stateful())
 
     def agreement(self) -> str:
-        """The fingerprints of all that both ends must remember alike; empty where there is none."""
+        """The fingerprints of all that both ends must remember alike."""
         return "".join(codec.fingerprint() for codec in self.stateful().values())
 
     def state_tensors(self) -> dict[str, Tensor]:

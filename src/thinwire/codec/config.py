@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from thinwire.errors import ConfigError
 from thinwire.typed import option
 
-PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))
-"""Names known without a look at the codecs themselves, which need torch."""
+PLAIN = ("fp32", "bf16", *(f"int{bits}" for bits in range(2, 9)))  # known without torch
 _LEG = re.compile(r"(forward|backward)\s*=\s*((?:[^\s()+]|\([^()]*\)|\s*+\+\s*+)+)(?:\s+|$)")
 _CUT = re.compile(rf"\s*(\d{{1,9}})\s*:\s*((?:{_LEG.pattern})+)")
 
@@ -42,7 +41,6 @@ class CodecConfig:
         1024,
         "+aqsgd: memory in MB for stored examples, per cut, direction and side",
         least=1,
-        most=10**9,
         scope="machine",
     )
 
@@ -78,9 +76,7 @@ class CodecConfig:
             build_codecs(*self.names(cut), where=f"codec.cuts[{place}]")
 
     def _overrides(self, cuts: int | None = None) -> dict[int, dict[str, str]]:
-        """The names by leg of each cut that is listed, in that order; others than `cuts` there are,
-        if that is known, are refused.
-        """
+        """The names by leg of each cut that is listed; one that is not below `cuts` is refused."""
         found: dict[int, dict[str, str]] = {}
         for place, text in enumerate(self.cuts):
             where = f'codec.cuts[{place}] = "{text}"'

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from thinwire.codec.base import Codec, Leg
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
-from thinwire.codec.sparse import RandK, SharedMask, TopK, bind_masks
+from thinwire.codec.sparse import RandK, SharedMask, TopK
 from thinwire.codec.wrappers import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback, Zstd
 from thinwire.errors import ConfigError, gone
 from thinwire.typed import nearest
@@ -19,7 +21,8 @@ from thinwire.typed import nearest
 Factory = Callable[..., Codec]
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
-_TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?(?:\+|$)")
+_TERM = re.compile(r"([^()+,=]+)(?:\(([^()]*)\))?")
+_PLUS = re.compile(r"\+(?![^(]*\))")  # not within parentheses
 _WORDS = {bool: "", int: "=integer", float: "=number", str: "=word"}
 _NUMBER = re.compile(r"-?(\d{1,18}(\.\d*)?|\.\d+)(e-?\d+)?")
 
@@ -59,8 +62,7 @@ _SUFFIXES: dict[str, Factory] = {
     "ef21": EF21,
     "aqsgd": AQSGD,
 }
-GONE = ("fp16", "fp8", "lowrank")
-"""Codecs of earlier releases."""
+GONE = ("fp16", "fp8", "lowrank")  # codecs of earlier releases
 
 
 def register_codec(name: str, factory: Factory) -> None:
@@ -81,10 +83,11 @@ def build_codecs(forward: str, backward: str, where: str = "codec") -> dict[Leg,
             f'{where}.forward = "{forward}": topk(shared) is a backward codec: it reuses the '
             "elements that the forward codec chose"
         )
-    try:
-        bind_masks(there, back)
-    except ConfigError as error:
-        raise ConfigError(f'{where}.backward = "{backward}": {error}') from None
+    for codec in (codec for _, codec in back.walk() if isinstance(codec, SharedMask)):
+        try:
+            codec.bind(there)
+        except ConfigError as error:
+            raise ConfigError(f'{where}.backward = "{backward}": {error}') from None
     return {Leg.FORWARD: there, Leg.BACKWARD: back}
 
 
@@ -103,13 +106,11 @@ def parse_codec(name: str, where: str = "codec") -> Codec:
 
 def _terms(text: str) -> list[tuple[str, str]]:
     """The names between the pluses, each with what stands in its parentheses."""
-    found, start = [], 0
-    while start < len(text) and (term := _TERM.match(text, start)):
-        found.append((term[1], term[2] or ""))
-        start = term.end()
-    if start < len(text) or not found or text.endswith("+"):
+    parts = _PLUS.split(text)
+    found = [term for part in parts if (term := _TERM.fullmatch(part))]
+    if len(found) < len(parts):
         raise ConfigError('write a codec as in "int4(group=64)" or "topk(0.1)+ef21+zstd"')
-    return found
+    return [(term[1], term[2] or "") for term in found]
 
 
 def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Codec) -> Codec:
@@ -130,9 +131,11 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
     by_place, by_name = _read(arguments)
     try:
         bound = signature.bind(*inner, *by_place, **by_name)
-        given = bound.arguments
-        given |= {p.name: _fitting(given[p.name], p) for p in taken if p.name in given}
-    except TypeError:
+        for parameter in taken:
+            if parameter.name in bound.arguments and parameter.annotation is not parameter.empty:
+                value = bound.arguments[parameter.name]
+                bound.arguments[parameter.name] = msgspec.convert(value, parameter.annotation)
+    except (TypeError, msgspec.ValidationError):
         usage = ", ".join(map(_usage, taken)) or "no arguments"
         instead = f", not ({arguments})" if arguments else ""
         raise ConfigError(f"{name} takes {usage}{instead}") from None
@@ -147,10 +150,10 @@ def _read(arguments: str) -> tuple[list[Any], dict[str, Any]]:
         key, equals, value = argument.partition("=")
         if not equals and _NUMBER.fullmatch(key):
             by_place.append(_value(key))
-            continue
-        if not key.isidentifier() or key in by_name or (equals and not value):
+        elif not key.isidentifier() or key in by_name or (equals and not value):
             raise ConfigError(f'"{argument}" is not a valid argument')
-        by_name[key] = _value(value) if equals else True
+        else:
+            by_name[key] = _value(value) if equals else True
     return by_place, by_name
 
 
@@ -160,21 +163,6 @@ def _value(text: str) -> int | float | str:
     return int(text) if text.lstrip("-").isdigit() else float(text)
 
 
-def _fitting(value: Any, parameter: inspect.Parameter) -> Any:
-    """The value in a type that the parameter allows; TypeError where there is no such."""
-    kinds = _kinds(parameter)
-    if type(value) is int and float in kinds and int not in kinds:
-        value = float(value)
-    if type(value) not in kinds and kinds & _WORDS.keys():
-        raise TypeError
-    return value
-
-
 def _usage(parameter: inspect.Parameter) -> str:
-    """What may stand in the parentheses for it."""
-    words = [word for kind, word in _WORDS.items() if kind in _kinds(parameter)]
-    return parameter.name + (words[0] if words else "")
-
-
-def _kinds(parameter: inspect.Parameter) -> set[Any]:
-    return set(typing.get_args(parameter.annotation) or (parameter.annotation,))
+    kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
+    return parameter.name + next((word for kind, word in _WORDS.items() if kind in kinds), "")

@@ -20,7 +20,6 @@ from thinwire.codec.base import (
     Parts,
     Place,
     Shape,
-    Surroundings,
     TensorSpec,
     elements,
 )
@@ -64,13 +63,6 @@ class Cast(Codec):
         self.name = name
         self._format = FORMATS[name]
 
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        if self._format == torch.float64 and spec.device.type == "mps":
-            raise ConfigError(
-                "fp64 needs a device with float64, and Apple's MPS has none: choose fp32, or "
-                'run.device = "cpu"'
-            )
-
     def layout(self, shape: Shape, place: Place) -> Layout:
         return (Part(self._format, elements(shape)),)
 
@@ -82,10 +74,8 @@ class Cast(Codec):
 
 
 class Integer(Codec):
-    """`intN`: each element a whole number of N bits, each row or group with a scale of its own, its
-    largest magnitude over the largest code, in bfloat16 rounded up: nothing is clipped. Codes are
-    symmetric about zero, one of them; with 2 bits they are -3/2, -1/2, 1/2, 3/2. With `hadamard` a
-    row is rotated first, in blocks that do not cross groups.
+    """`intN`: whole numbers of N bits about zero, each row or group with a scale of its own: its
+    largest magnitude over the largest code, in bf16 rounded up. With 2 bits: -3/2, -1/2, 1/2, 3/2.
     """
 
     by_token = True
@@ -188,13 +178,10 @@ class TensorInteger(Codec):
 
 
 class StepCodec(Codec):
-    """`step(bits)`: every element a multiple of one step, 16 bits wide before entropy coding.
+    """`step(bits)`: multiples of one step, rms * sqrt(2 pi e) * 2**-bits or more, in 16 bits.
 
-    step = rms * sqrt(2 pi e) * 2**-bits, or more where an element would exceed 32,000 steps.
     Gradients are rounded stochastically, and the receiver, who knows the random numbers, takes them
-    off again; rows of zeros stay as they are. The mean of each column, in whole steps, is sent
-    once; of gradients zeros. Where nearly all symbols fit into four bits, the lower bytes are first
-    the lower halves, two symbols to a byte, then the upper halves.
+    off again. Of activations the mean of each column is sent once. docs/codecs.md has the layout.
     """
 
     def __init__(self, bits: float):

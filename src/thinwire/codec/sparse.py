@@ -7,7 +7,6 @@ of the first dimension; a tensor with fewer than two dimensions is one sample. N
 import hashlib
 import math
 import threading
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,17 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codec.base import Codec, Layout, Part, Parts, Place, Shape, TensorSpec, elements
+from thinwire.codec.base import Codec, Layout, Leg, Part, Parts, Place, Shape, TensorSpec, elements
 from thinwire.codec.quantize import pack_bits, packed_bytes, unpack_bits
 from thinwire.errors import ConfigError, WireError
 
 VALUES = torch.bfloat16
 _ROUNDS = 4  # of the network that draws positions
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Positions = Tensor | slice
-"""Flat positions of elements, or EVERY: those of all elements, where a tensor travelled whole."""
-EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -117,30 +112,16 @@ class Sparse(Codec):
         short = f"{self.share:g}"
         return f"{self.word}({short if float(short) == self.share else self.share})"
 
-    def halved(self) -> "Sparse":
-        """One that sends half of the share, as `+ef-mixed` needs it."""
-        return type(self)(self.share / 2)
-
-    @abstractmethod
-    def kept(self, shape: Shape) -> int:
-        """How many elements of such a tensor travel."""
-
-    def remember(self, place: Place, positions: Positions) -> None:
-        """Keep the mask for the way back, if there will be one that asks."""
+    def remember(self, place: Place, positions: Tensor) -> None:
+        """Keep what travels for the way back, if there will be one that asks: flat positions."""
         if self.masks is not None and place.training:
             self.masks.put(place, positions)
 
 
 class TopK(Sparse):
-    """The k = max(1, round(share * n)) elements of largest magnitude of every sample; of equal ones
-    those with the lowest position, and NaN is larger than infinity, on every device.
-    """
+    """The max(1, round(share * n)) largest of a sample; of equal ones the first, and NaN first."""
 
     word = "topk"
-
-    def kept(self, shape: Shape) -> int:
-        B, code = self._code(shape)
-        return B * code.k
 
     def layout(self, shape: Shape, place: Place) -> Layout:
         B, code = self._code(shape)
@@ -170,17 +151,12 @@ class TopK(Sparse):
 
 
 class RandK(Sparse):
-    """K = max(1, round(share * N)) elements of the whole tensor, drawn anew at every place by both
-    ends. If anything in the tensor is not finite, all that travels is NaN.
-    """
+    """A share of the whole tensor, drawn by both ends; all NaN if anything in it is not finite."""
 
     word = "randk"
 
-    def kept(self, shape: Shape) -> int:
-        return share_of(elements(shape), self.share)
-
     def layout(self, shape: Shape, place: Place) -> Layout:
-        return (Part(VALUES, self.kept(shape)),)
+        return (Part(VALUES, share_of(elements(shape), self.share)),)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         return (_selected(tensor, self._drawn(tuple(tensor.shape), place, tensor.device)),)
@@ -189,25 +165,24 @@ class RandK(Sparse):
         return _scattered(parts[0], self._drawn(spec.shape, place, spec.device), spec)
 
     def _drawn(self, shape: Shape, place: Place, device: torch.device) -> Tensor:
-        positions = drawn(elements(shape), self.kept(shape), place.key, device)
+        count = elements(shape)
+        positions = drawn(count, share_of(count, self.share), place.key, device)
         self.remember(place, positions)
         return positions
 
 
 class SharedMask(Codec):
-    """For the way back: the values at the positions that went forward in the same step and
-    microbatch, in their order. If anything in the gradient is not finite, all are NaN.
-    """
+    """For the way back: the values where elements went forward; all NaN if any is not finite."""
 
     name = "topk(shared)"
 
     def __init__(self) -> None:
         self._forward: Codec | None = None
         self._lock = threading.Lock()
-        self.waiting: dict[tuple[int, int], dict[int, Positions]] = {}  # to be asked for
-        self._current: tuple[tuple[int, int], Positions] | None = None
+        self.waiting: dict[tuple[int, int], dict[int, Tensor]] = {}  # to be asked for
+        self._current: tuple[tuple[int, int], Tensor] | None = None
 
-    def put(self, place: Place, positions: Positions) -> None:
+    def put(self, place: Place, positions: Tensor) -> None:
         """Remember the positions that went forward at a place; steps long ago are forgotten."""
         with self._lock:
             for key in [key for key in self.waiting if key[0] < place.step - 1]:
@@ -232,9 +207,7 @@ class SharedMask(Codec):
         return self._bound().remembers_examples  # such a codec sends a tensor whole at times
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        positions = self._positions(place)
-        count = elements(shape) if isinstance(positions, slice) else len(positions)
-        return (Part(VALUES, count),)
+        return (Part(VALUES, len(self._positions(place))),)
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
         return (_selected(tensor, self._positions(place)),)
@@ -243,23 +216,24 @@ class SharedMask(Codec):
         return _scattered(parts[0], self._positions(place), spec)
 
     def payload_limit(self, shape: Shape) -> int:
-        kept = sum(source.kept(shape) for source in sparse_in(self._bound()))
-        return (elements(shape) if self.size_varies else kept) * VALUES.itemsize
+        if self.size_varies:
+            return elements(shape) * VALUES.itemsize
+        at = Place(Leg.FORWARD, 0, 0)
+        return sum(source.layout(shape, at)[-1].bytes for source in sparse_in(self._bound()))
 
     def _bound(self) -> Codec:
         if self._forward is None:
             raise ConfigError("topk(shared) was not bound to a forward codec: it has no mask")
         return self._forward
 
-    def _positions(self, place: Place) -> Positions:
+    def _positions(self, place: Place) -> Tensor:
         """Taken from the masks when a place is new, then kept until the next place."""
         forward = self._bound()
         key = (place.step, place.microbatch)
         with self._lock:  # forward codecs work in other threads
-            here = list(self.waiting.pop(key, {}).values())
+            here = self.waiting.pop(key, None)
         if here:
-            tensors = [positions for positions in here if isinstance(positions, Tensor)]
-            self._current = (key, torch.cat(tensors) if len(tensors) > 1 else here[0])
+            self._current = key, torch.cat([*here.values()])
         if self._current is None or self._current[0] != key:
             raise WireError(
                 f"topk(shared) has no mask for step {place.step}, microbatch "
@@ -271,19 +245,6 @@ class SharedMask(Codec):
 def sparse_in(codec: Codec) -> list[Sparse]:
     """The codecs in here that choose what travels in training."""
     return [inner for _, inner in codec.walk() if isinstance(inner, Sparse)]
-
-
-def bind_masks(forward: Codec, backward: Codec) -> None:
-    """Let a `topk(shared)` in the backward codec of an end use the masks of its forward codec."""
-    for _, codec in backward.walk():
-        if isinstance(codec, SharedMask):
-            codec.bind(forward)
-
-
-def remember_whole(codec: Codec, place: Place) -> None:
-    """Tell the way back that a tensor travelled whole, past the sparse codec in `codec`."""
-    for source in sparse_in(codec):
-        source.remember(place, EVERY)
 
 
 def share_of(count: int, share: float) -> int:
@@ -309,20 +270,15 @@ def _largest(x_Bn: Tensor, k: int) -> Tensor:
     return kept_Bn & (~equal_Bn | (turn_Bn <= turn_Bn[:, -1:] - surplus_B1))
 
 
-def _selected(tensor: Tensor, positions: Positions) -> Tensor:
+def _selected(tensor: Tensor, positions: Tensor) -> Tensor:
     """The values that travel; all NaN when anything in the tensor is not finite."""
-    if isinstance(positions, Tensor):
-        positions = positions.to(tensor.device)
-    values = tensor.reshape(-1)[positions].to(VALUES)
+    values = tensor.reshape(-1)[positions.to(tensor.device)].to(VALUES)
     return torch.where(tensor.isfinite().all(), values, math.nan)
 
 
-def _scattered(values: Tensor, positions: Positions, spec: TensorSpec) -> Tensor:
-    values = values.to(spec.dtype)
-    if isinstance(positions, slice):
-        return values.view(spec.shape)
+def _scattered(values: Tensor, positions: Tensor, spec: TensorSpec) -> Tensor:
     flat = torch.zeros(elements(spec.shape), dtype=spec.dtype, device=spec.device)
-    return flat.scatter_(0, positions.to(spec.device), values).view(spec.shape)
+    return flat.scatter_(0, positions.to(spec.device), values.to(spec.dtype)).view(spec.shape)
 
 
 def drawn(count: int, k: int, key: int, device: torch.device) -> Tensor:

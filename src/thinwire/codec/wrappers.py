@@ -12,7 +12,6 @@ import sys
 import tempfile
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from thinwire.codec.base import (
     Codec,
     Layout,
+    Leg,
     Parts,
     Payload,
     Place,
@@ -37,7 +37,7 @@ from thinwire.codec.base import (
     spec_of,
 )
 from thinwire.codec.quantize import Cast
-from thinwire.codec.sparse import Sparse, remember_whole
+from thinwire.codec.sparse import Sparse, sparse_in
 from thinwire.errors import ConfigError, WireError
 
 _LEVEL = 1  # of Zstandard, unless another is asked for
@@ -46,9 +46,7 @@ _BOOKKEEPING = 5  # bytes per example: whether it was seen, and the checksum of 
 
 
 class Zstd(Wrapper):
-    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum. A
-    frame that says another size than expected is refused before any memory is taken for it.
-    """
+    """`+zstd`: what the inner codec would send, as one Zstandard frame with size and checksum."""
 
     content_decides_size = True
 
@@ -102,10 +100,131 @@ class Zstd(Wrapper):
         return left if left < self.inner.payload_limit(shape) else self.payload_limit(shape)
 
 
+class Buffer:
+    """What feedback remembers: one tensor, made at the first one in training."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._expected: TensorSpec | None = None
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """Know which tensors come."""
+        self._expected = spec
+
+    def read(self, spec: TensorSpec, place: Place) -> Tensor:
+        """What is remembered, on the tensor's device; ValueError when it is of other tensors."""
+        wanted = spec.shape, _working(spec.dtype)
+        if self._tensor is None:
+            return torch.zeros(wanted[0], dtype=wanted[1], device=spec.device)
+        given = tuple(self._tensor.shape), self._tensor.dtype
+        if given != wanted:
+            raise ValueError(
+                f"feedback needs a buffer of {wanted}, but has one of {given}: neither the size of "
+                "microbatches nor the precision can change"
+            )
+        return self._tensor.to(spec.device)
+
+    def write(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
+        """Know better from now on, if all of that is finite; returns it."""
+        self._tensor = torch.where(better.isfinite().all(), better, known)
+        return better
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All of it, for a checkpoint."""
+        return {} if self._tensor is None else {"buffer": self._tensor}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; ValueError when it cannot be that."""
+        if tensors.keys() - {"buffer"}:
+            raise ValueError(f"feedback remembers a buffer, but was given {sorted(tensors)}")
+        self._tensor = tensors.get("buffer")
+        if self._expected is not None:
+            self.read(self._expected, Place(Leg.FORWARD, 0, 0))
+
+    def fingerprint(self) -> str:
+        """Equal for two that remember the same."""
+        if self._tensor is None:
+            return ""
+        return hashlib.sha256(bytes_of(self._tensor.cpu().contiguous())).hexdigest()
+
+
+class ExampleMemory:
+    """The same with a row of bf16 for each example; in a folder, in a file without a name."""
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        """Make room for all examples; ConfigError when there is not enough."""
+        if not spec.shape:
+            raise ConfigError("aqsgd needs tensors with one row for each example")
+        count, row = surroundings.examples, elements(spec.shape[1:])
+        need = count * (row * ROWS.itemsize + _BOOKKEEPING)
+        if need > surroundings.limit_bytes:
+            raise ConfigError(
+                f"storing {row:,} numbers for each of {count:,} training examples takes "
+                f"{need:,} bytes at each end, and the limit is {surroundings.limit_bytes:,}: raise "
+                f"codec.memory_mb, train on fewer examples, or choose ef21, which keeps one buffer"
+            )
+        self._seen = np.zeros(count, dtype=np.bool_)
+        self._checksums = np.zeros(count, dtype=np.uint32)
+        if surroundings.folder is None:
+            self._rows = torch.zeros((count, row), dtype=ROWS, device=spec.device)
+        else:
+            self._rows = _mapped(count * row, surroundings.folder).view(count, row)
+
+    def seen(self, place: Place) -> bool:
+        """Whether all examples of a place were written before."""
+        return bool(self._seen[_examples(place)].all())
+
+    def read(self, spec: TensorSpec, place: Place) -> Tensor:
+        """The rows of a place, on the tensor's device; zeros where one of them is not known."""
+        dtype = _working(spec.dtype)
+        if not self.seen(place):
+            return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
+        return self._rows[_examples(place)].to(spec.device).to(dtype).view(spec.shape)
+
+    def write(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
+        """As of a buffer; returns what is kept. Of one example in two rows the last counts."""
+        rows = better.to(ROWS)
+        if rows.isfinite().all():
+            for example, row in zip(_examples(place), rows, strict=True):
+                kept = row.reshape(-1)
+                self._rows[example] = kept
+                self._seen[example] = True
+                self._checksums[example] = zlib.crc32(bytes_of(kept.cpu()))
+        return rows
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All of it, not copied: to be written before the next tensor comes."""
+        return {
+            "rows": self._rows,
+            "seen": torch.from_numpy(self._seen),
+            "checksums": torch.from_numpy(self._checksums.view(np.int32)),
+        }
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `state_tensors` gave; nothing at all empties the memory."""
+        if not tensors:
+            self._seen[:] = False
+            self._checksums[:] = 0
+            return
+        mine = self.state_tensors()
+        shapes, wanted = (
+            {name: tuple(tensor.shape) for name, tensor in of.items()} for of in (tensors, mine)
+        )
+        if shapes != wanted:
+            raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+
+    def fingerprint(self) -> str:
+        """Equal for two memories that hold the same rows."""
+        return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
+
+
 class Feedback(Wrapper, Stateful):
     """A wrapper that remembers in training what it sent; in evaluation it is its inner codec."""
 
     suffix: str
+    memory_kind: type[Buffer | ExampleMemory] = Buffer
 
     def __init__(self, inner: Codec):
         if any(isinstance(codec, Feedback) for _, codec in inner.walk()):
@@ -114,6 +233,7 @@ class Feedback(Wrapper, Stateful):
                 "would treat the other's corrections as errors"
             )
         super().__init__(inner)
+        self.memory = self.memory_kind()
 
     @property
     def name(self) -> str:
@@ -122,6 +242,10 @@ class Feedback(Wrapper, Stateful):
     @property
     def by_token(self) -> bool:
         return self.inner.by_token
+
+    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
+        super().prepare(spec, surroundings)
+        self.memory.prepare(spec, surroundings)
 
     @abstractmethod
     def encode_training(self, tensor: Tensor, place: Place) -> Parts:
@@ -137,73 +261,30 @@ class Feedback(Wrapper, Stateful):
     def decode(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
         return (self.decode_training if place.training else self.inner.decode)(parts, spec, place)
 
-
-class Buffered(Feedback):
-    """Feedback with one buffer, made at the first tensor in training."""
-
-    def __init__(self, inner: Codec):
-        super().__init__(inner)
-        self._buffer: Tensor | None = None
-        self._expected: TensorSpec | None = None
-
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        super().prepare(spec, surroundings)
-        self._expected = spec
-
-    def buffer(self, spec: TensorSpec) -> Tensor:
-        """The buffer, on the tensor's device; never changed in place."""
-        dtype = _working(spec.dtype)
-        if self._buffer is None:
-            return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
-        if self._buffer.shape != spec.shape or self._buffer.dtype != dtype:
-            raise ConfigError(
-                f"{self.name} keeps a buffer of {self._buffer.dtype} and shape "
-                f"{tuple(self._buffer.shape)}, but a tensor of {spec.dtype} and shape "
-                f"{spec.shape} arrived: with feedback all microbatches must have the same shape"
-            )
-        return self._buffer.to(spec.device)
-
-    def replace_buffer(self, old: Tensor, new: Tensor) -> None:
-        """Take the new one if all of it is finite."""
-        self._buffer = torch.where(new.isfinite().all(), new, old)
-
     def own_state(self) -> dict[str, Tensor]:
-        return {} if self._buffer is None else {"buffer": self._buffer}
+        return self.memory.state_tensors()
 
     def load_own_state(self, tensors: dict[str, Tensor]) -> None:
-        if tensors.keys() - {"buffer"}:
-            raise ValueError(f"{self.name} remembers a buffer, but was given {sorted(tensors)}")
-        buffer, expected = tensors.get("buffer"), self._expected
-        if buffer is not None and expected is not None:
-            given = tuple(buffer.shape), buffer.dtype
-            wanted = expected.shape, _working(expected.dtype)
-            if given != wanted:
-                raise ValueError(
-                    f"{self.name} needs a buffer of {wanted}, but was given one of {given}: with "
-                    "feedback neither the size of microbatches nor the precision can change"
-                )
-        self._buffer = buffer
+        self.memory.load_state_tensors(tensors)
 
 
-class ErrorFeedback(Buffered):
+class ErrorFeedback(Feedback):
     """EF: send c = C(x + e), then e += x - c. Only the sender remembers."""
 
     suffix = "ef"
 
     def encode_training(self, tensor: Tensor, place: Place) -> Parts:
         spec = spec_of(tensor)
-        error = self.buffer(spec)
+        error = self.memory.read(spec, place)
         wanted = tensor.to(error.dtype) + error
         parts = self.inner.encode(wanted, place)
         sent = self.inner.decode(parts, spec, place)
-        self.replace_buffer(error, wanted - sent.to(error.dtype))
+        self.memory.write(error, wanted - sent.to(error.dtype), place)
         return parts
 
 
-class MixedErrorFeedback(Buffered):
-    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the inner codec with half its share.
-    Only the sender remembers.
-    """
+class MixedErrorFeedback(Feedback):
+    """EF-mixed: send c = H(x) + H(e), then e += x - c; H is the codec with half its share."""
 
     suffix = "ef-mixed"
     size_varies = True  # between training and evaluation
@@ -216,7 +297,7 @@ class MixedErrorFeedback(Buffered):
                 f"ef-mixed spends half of a share on the tensor and half on the error, but "
                 f"{inner.name} has no share to halve; topk and randk have"
             )
-        self._half = inner.halved()
+        self._half = type(inner)(inner.share / 2)
 
     def inside(self) -> dict[str, Codec]:
         """One codec for both, since it remembers nothing: both send as much, each its own mask."""
@@ -224,11 +305,11 @@ class MixedErrorFeedback(Buffered):
 
     def encode_training(self, tensor: Tensor, place: Place) -> Parts:
         spec = spec_of(tensor)
-        error = self.buffer(spec)
+        error = self.memory.read(spec, place)
         parts = self._half.encode(tensor, place)
         parts += self._half.encode(error, replace(place, salt=1))  # so it draws others
         sent = self.decode_training(parts, spec, place)
-        self.replace_buffer(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)))
+        self.memory.write(error, error + (tensor.to(error.dtype) - sent.to(error.dtype)), place)
         return parts
 
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
@@ -245,217 +326,80 @@ class MixedErrorFeedback(Buffered):
         return max(2 * self._half.payload_limit(shape), self.inner.payload_limit(shape))
 
 
-class Mirrored(Feedback):
-    """Both ends know the same of a tensor, a: send C(x - a), then a += c; a is what arrives."""
+class EF21(Feedback):
+    """EF21: both ends know the same, a: send C(x - a), then a += c; a is what arrives."""
 
-    @abstractmethod
-    def known(self, spec: TensorSpec, place: Place) -> Tensor:
-        """What both ends know of the tensor at a place."""
+    suffix = "ef21"
 
-    @abstractmethod
-    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        """Know better from now on, if it is finite; returns what arrives."""
+    def used_at(self, place: Place) -> Codec:
+        """The codec whose parts travel."""
+        return self.inner
 
     def encode_training(self, tensor: Tensor, place: Place) -> Parts:
         spec = spec_of(tensor)
-        known = self.known(spec, place)
-        parts = self.inner.encode(tensor.to(known.dtype) - known, place)
+        known = self.memory.read(spec, place)
+        parts = self.used_at(place).encode(tensor.to(known.dtype) - known, place)
         self.decode_training(parts, spec, place)
         return parts
 
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        known = self.known(spec, place)
-        change = self.inner.decode(parts, replace(spec, dtype=known.dtype), place)
-        return self.learn(known, known + change, place).to(spec.dtype)
-
-
-class EF21(Mirrored, Buffered):
-    """EF21: what both ends know is one buffer."""
-
-    suffix = "ef21"
-
-    def known(self, spec: TensorSpec, place: Place) -> Tensor:
-        return self.buffer(spec)
-
-    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        self.replace_buffer(known, better)
-        return better
+        known = self.memory.read(spec, place)
+        change = self.used_at(place).decode(parts, replace(spec, dtype=known.dtype), place)
+        return self.memory.write(known, known + change, place).to(spec.dtype)
 
     def fingerprint(self) -> str:
-        if self._buffer is None:
-            return ""
-        return hashlib.sha256(bytes_of(self._buffer.cpu().contiguous())).hexdigest()
+        return self.memory.fingerprint()
 
 
-class AQSGD(Mirrored):
-    """AQ-SGD: EF21 with a row for every training example, in bf16, instead of one buffer. A
-    microbatch with an example that was not seen before travels whole, in bf16.
-    """
+class AQSGD(EF21):
+    """AQ-SGD: EF21 with a row for each example, in bf16, in which a new one travels whole."""
 
     suffix = "aqsgd"
     remembers_examples = True
     size_varies = True  # between a first visit and later ones
     expected_bytes = Codec.expected_bytes
+    memory_kind = ExampleMemory
+    memory: ExampleMemory
 
     def __init__(self, inner: Codec):
         super().__init__(inner)
         self._whole = Cast("bf16")
         self._last: Codec = inner  # the one that encoded the parts to be written next
-        self._memory: ExampleMemory | None = None
 
-    def prepare(self, spec: TensorSpec, surroundings: Surroundings) -> None:
-        super().prepare(spec, surroundings)
-        if not spec.shape:
-            raise ConfigError(f"{self.name} needs tensors with one row for each example")
-        self._memory = ExampleMemory(spec.shape[1:], surroundings, spec.device)
+    def used_at(self, place: Place) -> Codec:
+        is_known = not place.training or self.memory.seen(place)
+        return self.inner if is_known else self._whole
 
     def encode(self, tensor: Tensor, place: Place) -> Parts:
-        self._last = self._used_at(place)
+        self._last = self.used_at(place)
         return super().encode(tensor, place)
 
-    def encode_training(self, tensor: Tensor, place: Place) -> Parts:
-        if self._used_at(place) is self.inner:
-            return super().encode_training(tensor, place)
-        parts = self._whole.encode(tensor, place)
-        self.decode_training(parts, spec_of(tensor), place)
-        return parts
-
     def decode_training(self, parts: Parts, spec: TensorSpec, place: Place) -> Tensor:
-        if self._used_at(place) is self.inner:
-            return super().decode_training(parts, spec, place)
-        remember_whole(self.inner, place)
-        rows = self._whole.decode(parts, replace(spec, dtype=ROWS), place)
-        return self.learn(rows, rows, place).to(spec.dtype)
-
-    def known(self, spec: TensorSpec, place: Place) -> Tensor:
-        rows = self._room().read(self._examples(place), spec.device)
-        return rows.to(_working(spec.dtype)).view(spec.shape)
-
-    def learn(self, known: Tensor, better: Tensor, place: Place) -> Tensor:
-        rows = better.to(ROWS)
-        if rows.isfinite().all():
-            self._room().write(self._examples(place), rows)
-        return rows
+        if self.used_at(place) is self._whole:  # past a sparse codec, whose mask is all then
+            for source in sparse_in(self.inner):
+                source.remember(place, torch.arange(elements(spec.shape), device=spec.device))
+        return super().decode_training(parts, spec, place)
 
     def layout(self, shape: Shape, place: Place) -> Layout:
-        return self._used_at(place).layout(shape, place)
+        return self.used_at(place).layout(shape, place)
 
     def to_bytes(self, parts: Parts) -> Payload:
         return self._last.to_bytes(parts)
 
     def from_bytes(self, payload: Payload, spec: TensorSpec, place: Place) -> Parts:
-        return self._used_at(place).from_bytes(payload, spec, place)
+        return self.used_at(place).from_bytes(payload, spec, place)
 
     def payload_limit(self, shape: Shape) -> int:
         return max(codec.payload_limit(shape) for codec in (self._whole, self.inner))
 
-    def own_state(self) -> dict[str, Tensor]:
-        return {} if self._memory is None else self._memory.state_tensors()
 
-    def load_own_state(self, tensors: dict[str, Tensor]) -> None:
-        if tensors or self._memory is not None:
-            self._room().load_state_tensors(tensors)
-
-    def fingerprint(self) -> str:
-        return "" if self._memory is None else self._memory.fingerprint()
-
-    def _used_at(self, place: Place) -> Codec:
-        """The codec whose parts travel: bf16 at a first visit, otherwise the inner one."""
-        is_first = place.training and not self._room().seen(self._examples(place))
-        return self._whole if is_first else self.inner
-
-    def _room(self) -> "ExampleMemory":
-        if self._memory is None:
-            raise ConfigError(f"{self.name} needs to know of examples: call prepare first")
-        return self._memory
-
-    def _examples(self, place: Place) -> tuple[int, ...]:
-        if place.examples is None:
-            raise ConfigError(
-                f"{self.name} remembers every training example, but microbatches do not name the "
-                "examples that they hold: use training data whose examples repeat"
-            )
-        return place.examples
-
-
-class ExampleMemory:
-    """One row of bf16 numbers for each training example; in a folder a memory-mapped file without a
-    name, which goes when the process goes. Two ends are compared by checksums of rows, made when
-    they are asked for of rows written since.
-    """
-
-    def __init__(self, row_shape: Shape, surroundings: Surroundings, device: torch.device):
-        count, row = surroundings.examples, elements(row_shape)
-        need = bytes_needed(row_shape, count)
-        if need > surroundings.limit_bytes:
-            raise ConfigError(
-                f"storing {row:,} numbers for each of {count:,} training examples takes "
-                f"{need:,} bytes at each end, and the limit is {surroundings.limit_bytes:,}: raise "
-                f"codec.memory_mb, train on fewer examples, or choose ef21, which keeps one buffer"
-            )
-        self._seen = np.zeros(count, dtype=np.bool_)
-        self._checksums = np.zeros(count, dtype=np.uint32)
-        self._unsummed = np.zeros(count, dtype=np.bool_)
-        if surroundings.folder is None:
-            self._rows = torch.zeros((count, row), dtype=ROWS, device=device)
-        else:
-            self._rows = _mapped(count * row, surroundings.folder).view(count, row)
-
-    def seen(self, examples: Sequence[int]) -> bool:
-        """Whether all of these were written before."""
-        return bool(self._seen[list(examples)].all())
-
-    def read(self, examples: Sequence[int], spot: torch.device) -> Tensor:
-        """The rows of these examples, a copy on the device `spot`."""
-        return self._rows[list(examples)].to(spot)
-
-    def write(self, examples: Sequence[int], rows: Tensor) -> None:
-        """Replace the rows of these examples; of one that is there twice the last counts."""
-        last = {example: number for number, example in enumerate(examples)}
-        index = list(last)
-        kept = rows[list(last.values())].reshape(len(last), self._rows.shape[1])
-        self._rows[index] = kept.to(self._rows)
-        self._seen[index] = self._unsummed[index] = True
-
-    def fingerprint(self) -> str:
-        """Equal for two memories that hold the same rows."""
-        self._sum_up()
-        return hashlib.sha256(self._seen.tobytes() + self._checksums.tobytes()).hexdigest()
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """All of it, not copied: to be written before the next tensor comes."""
-        self._sum_up()
-        return {
-            "rows": self._rows,
-            "seen": torch.from_numpy(self._seen),
-            "checksums": torch.from_numpy(self._checksums.view(np.int32)),
-        }
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state_tensors` gave; nothing at all empties the memory."""
-        if not tensors:
-            for flags in (self._seen, self._checksums, self._unsummed):
-                flags[:] = 0
-            return
-        mine = self.state_tensors()
-        shapes, wanted = (
-            {name: tuple(tensor.shape) for name, tensor in of.items()} for of in (tensors, mine)
+def _examples(place: Place) -> list[int]:
+    if place.examples is None:
+        raise ConfigError(
+            "aqsgd remembers every training example, but microbatches do not name the examples "
+            "that they hold: use training data whose examples repeat"
         )
-        if shapes != wanted:
-            raise ValueError(f"a memory of examples has {wanted}, but was given {shapes}")
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
-
-    def _sum_up(self) -> None:
-        for example in self._unsummed.nonzero()[0].tolist():
-            row = self._rows[example].cpu().contiguous().view(torch.int16).numpy()
-            self._checksums[example] = zlib.crc32(row.tobytes())
-        self._unsummed[:] = False
-
-
-def bytes_needed(row_shape: Shape, examples: int) -> int:
-    """What remembering rows of this shape takes at one end: examples * (2 * elements + 5)."""
-    return examples * (elements(row_shape) * ROWS.itemsize + _BOOKKEEPING)
+    return list(place.examples)
 
 
 def _mapped(count: int, folder: Path) -> Tensor:
@@ -479,5 +423,4 @@ def _mapped(count: int, folder: Path) -> Tensor:
 
 
 def _working(dtype: torch.dtype) -> torch.dtype:
-    """The type of what is remembered of tensors of a type."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -36,7 +36,7 @@ from thinwire.engine.checkpoint import (
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
-from thinwire.schedule import ROW_FRAME_BYTES
+from thinwire.schedule.simulator import ROW_FRAME_BYTES
 from thinwire.settings import Settings
 
 GATHER_SHARE = 200  # a covariance is gathered in the last 1/200 of the steps between two moves

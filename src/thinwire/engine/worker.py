@@ -32,7 +32,7 @@ from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict
 from thinwire.engine.trace import FORWARD, Progress, StepTrace
 from thinwire.model import Score, learning_rate
-from thinwire.schedule import Kind
+from thinwire.schedule.build import Kind
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
 from thinwire.wire import FrameKind, Link, Span

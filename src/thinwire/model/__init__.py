@@ -10,8 +10,7 @@ from thinwire.model.config import (
     ModelConfig,
     OptimConfig,
     learning_rate,
-    rate_change,
-    share_changes,
+    rate_changes,
 )
 
 if TYPE_CHECKING:

@@ -7,33 +7,19 @@ Shapes: B sequences, T positions, D model width, K rank, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.model.optim import Role
 from thinwire.model.subspace import Space, fixed_table
 
 
 class Boundary(nn.Module, ABC):
     """Both ends of one cut. A stage holds one for each neighbour and uses its own side of it."""
 
-    needs_ids = False
-    """Whether encode and decode read the token ids of the microbatch."""
-
-    computes: ClassVar[bool] = False
-    """Whether its ends are worth compiling, with the layer beside them."""
-
-    own_tables = False
-    """Whether stages have token tables (`known`), added where the stream enters and taken off where
-    it leaves. The first stage's is the embedding."""
-
-    @property
-    def roles(self) -> dict[str, Role]:
-        """What its parameters are to an optimizer, by their names here."""
-        return {}
+    needs_ids = False  # whether encode and decode read the token ids of the microbatch
+    own_tables = False  # whether stages add a table of tokens, and take it off again (`known`)
 
     @abstractmethod
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
@@ -46,13 +32,6 @@ class Boundary(nn.Module, ABC):
     def known(self, ids_BT: Tensor | None) -> Tensor | None:
         """What the receiving stage knows of each token by itself, where stages have own tables."""
         return None
-
-    def copy_of_embedding(self) -> nn.Parameter | None:
-        """The receiver's copy of the model's embedding, where stages share that."""
-        return None
-
-    def prepare(self) -> None:
-        """Bring up to date what encode reads: compiled code does not see that a basis moved."""
 
 
 class DenseBoundary(Boundary):
@@ -70,39 +49,30 @@ class SubspaceBoundary(Boundary):
     in the weights' own precision: a basis rounded to bfloat16 is not orthonormal.
     """
 
-    computes: ClassVar = True
-
     def __init__(self, space: Space, anchored: bool = True):
         super().__init__()
         self.space = space
-        self.anchored = anchored
-        self.needs_ids = anchored
+        self.anchored = self.needs_ids = anchored
+        self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
 
     @property
     def basis_DK(self) -> Tensor:
         """The basis of this cut."""
-        return self.space.basis_DK
+        return self.space.basis_DK if self.basis is None else self.basis
 
     def encode(self, x_BTD: Tensor, ids_BT: Tensor | None) -> Tensor:
         """U^T x, less the coordinates of what is known of each token."""
-        table_VK = self.space.anchor_coordinates() if self.anchored else None
         with torch.autocast(x_BTD.device.type, enabled=False):
             z_BTK = x_BTD @ self.basis_DK
-            if table_VK is not None:
-                z_BTK = z_BTK - _rows(table_VK, ids_BT)
-            return z_BTK
+            if not self.anchored:
+                return z_BTK
+            return z_BTK - _rows(self.space.anchor_coordinates(), ids_BT)
 
     def decode(self, z: Tensor, ids_BT: Tensor | None) -> Tensor:
         """U z, plus what is known of each token."""
         with torch.autocast(z.device.type, enabled=False):
             x_BTD = z @ self.basis_DK.T
-            if self.anchored and self.space.table_VD is not None:
-                x_BTD = x_BTD + _rows(self.space.table_VD, ids_BT)
-            return x_BTD
-
-    def prepare(self) -> None:
-        if self.anchored:
-            self.space.anchor_coordinates()
+            return x_BTD + _rows(self.space.table_VD, ids_BT) if self.anchored else x_BTD
 
 
 class ProjectedBoundary(SubspaceBoundary):
@@ -123,7 +93,6 @@ class ProjectedBoundary(SubspaceBoundary):
     ):
         super().__init__(space, anchored=False)
         self.shared = shared
-        self.basis: nn.Parameter | None = None  # set where a model holds it among its tensors
         self.own_tables = self.needs_ids = own_tables
         self.table: nn.Parameter | None = None
         self.widen: nn.Parameter | None = None
@@ -135,10 +104,6 @@ class ProjectedBoundary(SubspaceBoundary):
                 columns = fixed_table(dim, width, seed=0, std=width**-0.5)
                 self.widen = nn.Parameter(columns.to(space.basis_DK))
 
-    @property
-    def basis_DK(self) -> Tensor:
-        return self.space.basis_DK if self.basis is None else self.basis
-
     def known(self, ids_BT: Tensor | None) -> Tensor | None:
         """Rows of the receiver's table, as wide as the stream."""
         if self.table is None:
@@ -146,14 +111,7 @@ class ProjectedBoundary(SubspaceBoundary):
         rows = _rows(self.table, ids_BT)
         return rows if self.widen is None else F.linear(rows, self.widen)
 
-    @property
-    def roles(self) -> dict[str, Role]:
-        return {} if self.shared else {"table": Role.TABLE, "widen": Role.MATRIX}
 
-    def copy_of_embedding(self) -> nn.Parameter | None:
-        return self.table if self.shared else None
-
-
-def _rows(table: Tensor, ids_BT: Tensor | None) -> Tensor:
-    assert ids_BT is not None, "an anchored boundary reads token ids"
+def _rows(table: Tensor | None, ids_BT: Tensor | None) -> Tensor:
+    assert table is not None and ids_BT is not None, "what is known follows from token ids"
     return F.embedding(ids_BT, table)

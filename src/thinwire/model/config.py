@@ -13,14 +13,10 @@ from thinwire.typed import nearest, option
 
 SIZES = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab", "context")
 MATRIX_STD = 0.02  # of starting weights
-CUSTOM = "custom"
-"""The preset without sizes of its own: all of them stand in the file, as for imported models."""
+CUSTOM = "custom"  # a preset without sizes: all stand in the file, as for imported models
 KIND = "llama3"
-_NUMBER = r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
-_FORM = re.compile(
-    rf"{KIND}\(\s*factor\s*={_NUMBER},\s*low\s*={_NUMBER},\s*high\s*={_NUMBER},"
-    rf"\s*context\s*=\s*([0-9][0-9_]*)\s*\)"
-)
+_NUMBER = r"(\d[\d_]*(?:\.\d*)?(?:e[+-]?\d+)?)"
+_FORM = re.compile(rf"{KIND}\(factor={_NUMBER},low={_NUMBER},high={_NUMBER},context=(\d[\d_]*)\)")
 
 NARROW = ("subspace", "reparam", "projected")
 CONSTRAINED = ("subspace", "reparam")
@@ -103,9 +99,7 @@ class ModelConfig:
         return self.heads * self.head_dim
 
     def resolved(self, embed_std: float = MATRIX_STD) -> "ModelConfig":
-        """The same config with every 0 filled from the preset, and the spread of the embedding;
-        checked for consistency.
-        """
+        """The same, checked, with every 0 filled from the preset, and the embedding's spread."""
         filled: dict[str, Any] = {k: getattr(self, k) or size for k, size in self.shape.items()}
         missing = [f"model.{key}" for key, size in filled.items() if not size]
         if missing:
@@ -154,8 +148,8 @@ class RopeScaling:
         """Read the setting; None for an empty one."""
         if not text:
             return None
-        if found := _FORM.fullmatch(text.strip()):
-            factor, low, high = (float(found[number]) for number in (1, 2, 3))
+        if found := _FORM.fullmatch("".join(text.split())):
+            factor, low, high = map(float, found.groups()[:3])
             scaling = cls(factor, low, high, int(found[4]))
             if 1 <= factor < math.inf and 0 < low < high < math.inf and scaling.context > 0:
                 return scaling
@@ -190,9 +184,7 @@ class BoundaryConfig:
         0.0, "with rank = 0: the rank is model.dim / ratio, rounded down", least=1, auto=0
     )
     basis_seed: int = option(0, "seed of the basis and of the fixed token table", least=None)
-    basis_update_every: int = option(
-        0, "steps between updates of the shared basis; 0 = never", most=10**9
-    )
+    basis_update_every: int = option(0, "steps between updates of the shared basis; 0 = never")
     basis_rate: float = option(
         0.5, "step size of such an update; 1 is about one power iteration", above=0
     )
@@ -208,13 +200,9 @@ class BoundaryConfig:
         16,
         "anchor = embedding: a row is updated on all stages once its token was seen so often",
         least=1,
-        most=10**9,
     )
     row_steps: int = option(
-        100,
-        "anchor = embedding: steps after which a row is updated if it was seen at all",
-        least=1,
-        most=10**9,
+        100, "anchor = embedding: steps after which a row is updated if it was seen at all", least=1
     )
     table: int = option(
         0, "anchor = per-stage: width of the table, widened by a matrix; 0 = model.dim"
@@ -328,8 +316,6 @@ class LoraConfig:
             if target not in TARGETS:
                 near = nearest(target, TARGETS)
                 raise ConfigError(f'lora.targets[{place}] = "{target}" is not allowed{near}')
-            if target in self.targets[:place]:
-                raise ConfigError(f'lora.targets lists "{target}" twice')
         if not self.targets:
             raise ConfigError(
                 f"lora.targets is empty, but lora.rank = {self.rank}: name the matrices that get "
@@ -416,23 +402,21 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     return config.lr
 
 
-def share_changes(before: OptimConfig, now: OptimConfig) -> str:
-    """What becomes of the rates that are shares of lr; empty where they stay."""
-    changed = [key for key in EQUAL_SHARES if getattr(before, key) != getattr(now, key)]
-    told = [f"optim.{k} was {getattr(before, k):g} and is {getattr(now, k):g} now" for k in changed]
-    return ", ".join(told)
-
-
-def rate_change(
+def rate_changes(
     before: OptimConfig, steps_before: int, now: OptimConfig, steps_now: int, done: int
-) -> str:
-    """What becomes of the learning rate after `done` updates; empty if it is about as it was."""
-    due = learning_rate(before, done, steps_before)
+) -> list[str]:
+    """What becomes of the learning rate after `done` updates, and of what are shares of it."""
+    due, notes = learning_rate(before, done, steps_before), []
     next_rate = learning_rate(now, done, steps_now)
-    if math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):
-        return ""
-    last = learning_rate(before, max(0, done - 1), steps_before)
-    return (
-        f"the learning rate was {last:.3g} at the checkpoint and continues at {next_rate:.3g}: its "
-        "schedule is different (optim.lr, optim.warmup, optim.schedule or train.steps changed)"
-    )
+    if not math.isclose(due, next_rate, rel_tol=NOTICEABLE_CHANGE):
+        last = learning_rate(before, max(0, done - 1), steps_before)
+        notes.append(
+            f"the learning rate was {last:.3g} at the checkpoint and continues at {next_rate:.3g}: "
+            "its schedule is different (optim.lr, optim.warmup, optim.schedule or train.steps "
+            "changed)"
+        )
+    both = {key: (getattr(before, key), getattr(now, key)) for key in EQUAL_SHARES}
+    told = [
+        f"optim.{k} was {old:g} and is {new:g} now" for k, (old, new) in both.items() if old != new
+    ]
+    return [*notes, ", ".join(told)] if told else notes

@@ -6,7 +6,6 @@ there, so the B of its adapter is a writer of the same kind.
 Shapes: B sequences, T positions, D model width, K rank, V vocabulary, N inputs of a writer.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,9 @@ DOWN, UP = "lora_A", "lora_B"
 
 @dataclass(frozen=True)
 class Narrow:
-    """How a model is narrowed: the space, and how many of its first blocks write into it. So does
-    the embedding, beside a fixed table, unless all stages have copies of it.
+    """How a model is narrowed: the space, and how many of its first blocks write into it, held
+    there or by construction (`reparam`). So does the embedding, beside a fixed table, unless all
+    stages have copies of it.
     """
 
     space: Space
@@ -31,88 +31,59 @@ class Narrow:
     reparam: bool
     free_embedding: bool = False
 
-    def writer(self, inputs: int, dim: int) -> nn.Module:
-        """A matrix that writes into the space."""
-        if self.reparam:
-            return ReparamLinear((dim, inputs), self.space)
-        return HeldLinear(inputs, dim, bias=False)
-
-    def embedding(self, vocab: int, dim: int) -> nn.Module:
-        """A token table whose trainable part lies in the space."""
-        kind = ReparamEmbedding if self.reparam else SplitEmbedding
-        return kind((vocab, dim), self.space)
-
 
 class InSpace(nn.Module):
-    """A layer whose output lies in S (a fixed table aside), whatever it reads."""
+    """A layer whose output lies in S (a fixed table aside), whatever it reads: a constraint holds
+    its weight there. With `reparam` the weight is coordinates, in S under any optimizer.
+    """
 
-    weight: nn.Parameter
-    axis: int
-    """Of its weight: where the model dimension is, or coordinates in its place."""
+    axis: int  # of its weight: where the model dimension is, or coordinates in its place
 
-
-class HeldLinear(InSpace, nn.Linear):
-    """A writer whose columns a constraint holds in S."""
-
-    weight: nn.Parameter
-    axis = 0
-
-
-class SplitEmbedding(InSpace):
-    """T_fixed[id] + T_S[id]: a frozen table, and a part that a constraint holds in S."""
-
-    axis = 1
-
-    def __init__(self, shape: tuple[int, int], space: Space):
+    def __init__(self, full_shape: tuple[int, int], space: Space, reparam: bool):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.space = space
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return F.embedding(ids_BT, self.weight) + self.space.anchors(ids_BT)
-
-
-class Reparametrised(InSpace, ABC):
-    """A layer whose full matrix is made from coordinates, so it is in S under any optimizer."""
-
-    def __init__(self, full_shape: tuple[int, int], space: Space):
-        super().__init__()
-        self.full_shape, self.space = full_shape, space
+        self.full_shape, self.space, self.reparam = full_shape, space, reparam
         shape = list(full_shape)
-        shape[self.axis] = space.basis_DK.shape[1]
+        if reparam:
+            shape[self.axis] = space.basis_DK.shape[1]
         self.weight = nn.Parameter(torch.empty(shape))
 
-    @abstractmethod
     def set_full(self, full: Tensor) -> None:
-        """Take the part of a full matrix that lies in S; a table keeps rows beyond it."""
+        """Take the coordinates of a full matrix; a table keeps rows beyond it."""
+        basis_DK = self.space.basis_DK.to(full)
+        coordinates = basis_DK.T @ full if self.axis == 0 else full @ basis_DK
+        self.weight[: len(coordinates)].copy_(coordinates)
 
 
-class ReparamEmbedding(Reparametrised):
-    """T_fixed[id] + E[id] U^T, with E (V, K) trainable."""
+class InSpaceEmbedding(InSpace):
+    """T_fixed[id] + T_S[id]; with `reparam` T_S = E U^T, with E (V, K) trainable."""
 
     axis = 1
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         with torch.autocast(ids_BT.device.type, enabled=False):
-            part_BTD = F.embedding(ids_BT, self.weight) @ self.space.basis_DK.T
+            part = F.embedding(ids_BT, self.weight)
+            part_BTD = part @ self.space.basis_DK.T if self.reparam else part
             return part_BTD + self.space.anchors(ids_BT)
 
-    def set_full(self, full: Tensor) -> None:
-        self.weight[: len(full)].copy_(full @ self.space.basis_DK.to(full))
 
-
-class ReparamLinear(Reparametrised):
-    """x (U A)^T, with A (K, N) trainable: a writer in S by construction, and cheaper."""
+class InSpaceLinear(InSpace):
+    """x W^T; with `reparam` x (U A)^T, with A (K, N) trainable, which is cheaper."""
 
     axis = 0
 
     def forward(self, x_BTN: Tensor) -> Tensor:
-        coordinates_BTK = F.linear(x_BTN, self.weight)
+        written = F.linear(x_BTN, self.weight)
+        if not self.reparam:
+            return written
         with torch.autocast(x_BTN.device.type, enabled=False):
-            return coordinates_BTK.to(self.space.basis_DK.dtype) @ self.space.basis_DK.T
+            return written.to(self.space.basis_DK.dtype) @ self.space.basis_DK.T
 
-    def set_full(self, full: Tensor) -> None:
-        self.weight.copy_(self.space.basis_DK.to(full).T @ full)
+
+def writer(inputs: int, dim: int, narrow: Narrow | None) -> nn.Module:
+    """A matrix that writes to the stream, or into a subspace of it."""
+    if narrow is None:
+        return nn.Linear(inputs, dim, bias=False)
+    return InSpaceLinear((dim, inputs), narrow.space, narrow.reparam)
 
 
 def is_adapter(name: str) -> bool:
@@ -121,12 +92,25 @@ def is_adapter(name: str) -> bool:
 
 
 def attach_adapters(layers: nn.Module, config: LoraConfig) -> None:
-    """Freeze all parameters of these layers, and give their target matrices adapters."""
+    """Freeze these layers and give target matrices adapters: by hooks, which rename nothing."""
+    scale = config.scale
+
+    def add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        added: Tensor = layer.lora_B(layer.lora_A(inputs[0]))  # type: ignore[operator]
+        return output + added * scale
+
     for parameter in layers.parameters():
         parameter.requires_grad_(False)
     targets = [m for name, m in layers.named_modules() if name.split(".")[-1] in config.targets]
     for base in targets:
-        _attach(base, config)
+        assert isinstance(base, nn.Linear | InSpaceLinear)
+        base.add_module(DOWN, nn.Linear(base.weight.shape[1], config.rank, bias=False))
+        if isinstance(base, InSpaceLinear):
+            shape = base.full_shape[0], config.rank
+            base.add_module(UP, InSpaceLinear(shape, base.space, base.reparam))
+        else:
+            base.add_module(UP, nn.Linear(config.rank, base.out_features, bias=False))
+        base.register_forward_hook(add)
 
 
 def round_frozen(layers: nn.Module) -> None:
@@ -134,27 +118,5 @@ def round_frozen(layers: nn.Module) -> None:
     without a gradient it would make a copy for every microbatch in flight.
     """
     for layer in layers.modules():
-        if isinstance(layer, nn.Linear | ReparamLinear) and not layer.weight.requires_grad:
+        if isinstance(layer, nn.Linear | InSpaceLinear) and not layer.weight.requires_grad:
             layer.weight.data = layer.weight.data.to(torch.bfloat16)
-
-
-def _attach(base: nn.Module, config: LoraConfig) -> None:
-    """A hook and not a layer around this one: it works on every kind, and renames nothing."""
-    assert isinstance(base, nn.Linear | ReparamLinear)
-    scale = config.scale
-    base.add_module(DOWN, nn.Linear(base.weight.shape[1], config.rank, bias=False))
-    base.add_module(UP, _writer_like(base, config.rank))
-
-    def add(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        added: Tensor = layer.lora_B(layer.lora_A(inputs[0]))  # type: ignore[operator]
-        return output + added * scale
-
-    base.register_forward_hook(add)
-
-
-def _writer_like(base: nn.Linear | ReparamLinear, rank: int) -> nn.Module:
-    """A matrix that writes where this layer does."""
-    if isinstance(base, ReparamLinear):
-        return ReparamLinear((base.full_shape[0], rank), base.space)
-    kind = HeldLinear if isinstance(base, HeldLinear) else nn.Linear
-    return kind(rank, base.out_features, bias=False)

@@ -12,53 +12,41 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.model.config import MATRIX_STD, ModelConfig, RopeScaling
-from thinwire.model.layers import DOWN, UP, Narrow
-from thinwire.model.optim import Role
+from thinwire.model.layers import DOWN, UP, InSpaceEmbedding, Narrow, writer
 
-EMBEDDING = "model.embed_tokens"  # as a Hugging Face Llama calls it
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"  # as a Hugging Face Llama calls them
 WRITERS = ("o_proj.weight", "down_proj.weight")
 _COSINES = threading.Lock()
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """One layer of the model before it exists: its global name and how to make it."""
 
     name: str
     make: Callable[[], nn.Module]
-    label: str = ""
-    """What the description of a stage calls it: a block by its number, a minor layer not at all."""
-    role: Role | None = None
-    """What its matrices are to an optimizer."""
 
 
 class KeyValues:
-    """What attention keeps of the positions before, in memory made once for a context."""
+    """What attention keeps of the positions before."""
 
-    def __init__(self, context: int):
+    def __init__(self) -> None:
         self.length = 0
-        self._context = context
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Take in the next positions; returns those of all S so far, (B, K, S, E)."""
-        if self._keys is None or self._values is None:
-            batch, heads, _, width = k_BKTE.shape
-            self._keys = k_BKTE.new_empty(batch, heads, self._context, width)
-            self._values = torch.empty_like(self._keys)
-        start, end = self.length, self.length + k_BKTE.shape[2]
-        assert end <= self._context, "a model has no positions beyond its context"
-        self._keys[:, :, start:end] = k_BKTE
-        self._values[:, :, start:end] = v_BKTE
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        if self._kept is not None:
+            k_BKTE = torch.cat((self._kept[0], k_BKTE), dim=2)
+            v_BKTE = torch.cat((self._kept[1], v_BKTE), dim=2)
+        self.length, self._kept = k_BKTE.shape[2], (k_BKTE, v_BKTE)
+        return k_BKTE, v_BKTE
 
 
 class RMSNorm(nn.Module):
@@ -99,11 +87,6 @@ def rotate(x_BHTE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Turn each channel pair (i, i + E/2) by its position's angle."""
     left, right = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_TE + torch.cat((-right, left), dim=-1) * sin_TE
-
-
-def writer(inputs: int, dim: int, narrow: Narrow | None) -> nn.Module:
-    """A matrix that writes to the stream, or into a subspace of it."""
-    return nn.Linear(inputs, dim, bias=False) if narrow is None else narrow.writer(inputs, dim)
 
 
 class Attention(nn.Module):
@@ -183,45 +166,41 @@ class Block(nn.Module):
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TE, sin_TE, past)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
-    def new_past(self) -> KeyValues:
-        """The past of this block before the first position."""
-        return KeyValues(len(self.cos_TE))
 
-
+@dataclass(frozen=True)
 class Llama:
     """A model as those who cut, place and plan it need to know it."""
 
-    def __init__(self, config: ModelConfig):
-        self._config = config
+    config: ModelConfig
 
     def layers(self, narrow: Narrow | None = None) -> list[LayerPlan]:
         """The whole model as a list: embedding, blocks, final norm, head."""
-        config = self._config
+        config = self.config
 
         def embedding() -> nn.Module:
             if narrow is not None and not narrow.free_embedding:
-                return narrow.embedding(config.vocab, config.dim)
+                shape = config.vocab, config.dim
+                return InSpaceEmbedding(shape, narrow.space, narrow.reparam)
             # Left empty: the start is the seed's, and torch's own costs a compiler on "meta".
             empty_VD = torch.empty(config.vocab, config.dim)
             return nn.Embedding.from_pretrained(empty_VD, freeze=False)
 
         def block(index: int) -> LayerPlan:
             held = narrow if narrow is not None and index < narrow.blocks else None
-            make = partial(Block, config, held)
-            return LayerPlan(self.block_name(index), make, str(index), Role.MATRIX)
+            return LayerPlan(self.block_name(index), partial(Block, config, held))
 
         head = partial(nn.Linear, config.dim, config.vocab, bias=False)
         return [
-            LayerPlan(EMBEDDING, embedding, "embed", Role.TABLE),
+            LayerPlan(EMBEDDING, embedding),
             *map(block, range(config.layers)),
             LayerPlan("model.norm", partial(RMSNorm, config.dim, config.norm_eps)),
-            LayerPlan("lm_head", head, "head", Role.HEAD),
+            LayerPlan(HEAD, head),
         ]
 
     def stage_layers(self, blocks: range, narrow: Narrow | None = None) -> list[LayerPlan]:
         """The layers of the stage that holds these blocks: the ends carry what is beyond."""
         first = blocks.start + 1 if blocks.start else 0  # the embedding is before all blocks
-        last = None if blocks.stop == self._config.layers else blocks.stop + 1
+        last = None if blocks.stop == self.config.layers else blocks.stop + 1
         return self.layers(narrow)[first:last]
 
     def block_name(self, block: int) -> str:
@@ -230,9 +209,7 @@ class Llama:
 
     @torch.no_grad()
     def initialise(self, name: str, parameter: Tensor, seed: int) -> None:
-        """Fill a parameter from its global name and the seed alone, whatever the split. Writers to
-        the stream start smaller, by the number of writes that add up; adapters as peft has them.
-        """
+        """Fill a parameter from its global name and the seed alone, whatever the split."""
         if name.endswith((f"{UP}.weight", ".bias")):
             parameter.zero_()
         elif name.endswith(f"{DOWN}.weight"):
@@ -241,28 +218,26 @@ class Llama:
         elif parameter.ndim < 2:
             parameter.fill_(1)
         else:
-            spread = self._config.embed_std if name == f"{EMBEDDING}.weight" else MATRIX_STD
+            spread = self.config.embed_std if name == f"{EMBEDDING}.weight" else MATRIX_STD
             if name.endswith(WRITERS):
-                spread /= (2 * self._config.layers) ** 0.5
+                spread /= (2 * self.config.layers) ** 0.5
             drawn = torch.randn(parameter.shape, generator=generator_of(name, seed))
             parameter.copy_(drawn * spread)
 
     def logits(self, batch: int) -> int:
         """How many numbers the model says of a batch."""
-        return batch * self._config.context * self._config.vocab
+        return batch * self.config.context * self.config.vocab
 
     def forward_flops(self, blocks: range, batch: int) -> float:
         """Operations of one forward of the stage with these blocks, with the head on the last."""
-        config = self._config
+        config = self.config
         head = 2.0 * self.logits(batch) * config.dim if blocks.stop == config.layers else 0.0
         return len(blocks) * self._block_flops(batch * config.context) + head
 
     def backward_flops(self, blocks: range, batch: int, frozen: bool = False) -> float:
-        """Of one backward, which multiplies each matrix twice: for its own gradient, and for that
-        of what it read. With frozen matrices attention alone has two products.
-        """
+        """Of one backward: each product of the forward twice; if frozen only those of attention."""
         forward = self.forward_flops(blocks, batch)
-        attention = len(blocks) * self._attention_flops(batch * self._config.context)
+        attention = len(blocks) * self._attention_flops(batch * self.config.context)
         return forward + (attention if frozen else forward)
 
     def kept_bytes(self, blocks: range, batch: int, width: int, computed: int) -> int:
@@ -270,7 +245,7 @@ class Llama:
         bytes, and what matrices give `computed` (less under autocast): norms in and out, q k v as
         attention reads them and its result, four of the feed-forward.
         """
-        config = self._config
+        config = self.config
         normed = 4 * config.dim
         if config.qk_norm:
             normed += 2 * (config.attention_dim + config.kv_heads * config.head_dim)
@@ -279,10 +254,8 @@ class Llama:
         return batch * config.context * len(blocks) * kept
 
     def probe(self, batch: int, most_flops: float) -> tuple[nn.Module, tuple[int, ...], float]:
-        """To measure a machine with: the first block, the shape of as much of a batch as costs no
-        more than so many operations, and the operations of its forward.
-        """
-        config = self._config
+        """To measure a machine: a block, a shape of so many operations at most, and how many."""
+        config = self.config
         tokens = batch * config.context
         share = min(1.0, most_flops / self._block_flops(tokens))
         context = min(config.context, max(16, int(tokens * share)))
@@ -292,11 +265,11 @@ class Llama:
 
     def describe(self) -> str:
         """The shape of the model in a few words."""
-        config = self._config
+        config = self.config
         return f"{config.layers} blocks of width {config.dim}, context {config.context}"
 
     def _block_flops(self, tokens: int) -> float:
-        config = self._config
+        config = self.config
         kv_dim = config.kv_heads * config.head_dim
         projections = 2 * config.dim * (config.attention_dim + kv_dim)
         matrices = projections + 3 * config.dim * config.ffn
@@ -304,7 +277,7 @@ class Llama:
 
     def _attention_flops(self, tokens: int) -> float:
         """Scores and their use, each over half the context."""
-        return 2.0 * tokens * self._config.context * self._config.attention_dim
+        return 2.0 * tokens * self.config.context * self.config.attention_dim
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:

@@ -18,6 +18,7 @@ from thinwire.model.config import OptimConfig
 from thinwire.model.subspace import Constraint
 
 BETAS = (0.9, 0.95)
+_ADAM = {"betas": BETAS, "eps": 1e-8}
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5: steep at 0, near 1 around 1
 ITERATIONS = 5
@@ -25,8 +26,7 @@ RMS = 0.2  # of an update at rate 1, about AdamW's own: one learning rate then s
 STACK_NUMBERS = 2**28  # in matrices that are orthogonalised together, for the memory's sake
 
 
-State = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and types of what an optimizer keeps of a parameter, by name."""
+State = dict[str, tuple[tuple[int, ...], torch.dtype]]  # what is kept of a parameter, by name
 
 
 class Role(Enum):
@@ -86,23 +86,18 @@ class SubspaceAdamW(Optimizer):
     """AdamW whose second moment is one number per input unit of held parameters, the mean over the
     model dimension: an update stays in S if the gradient is in it, which Adam's own would not.
 
-    Give it a constraint: then `step` first projects the gradients of the parameters it holds, and
-    updates all others as AdamW does. (Clip after `constraint.project_gradients()`: the part that is
-    projected away must not count.) Or give groups an `axis` and project yourself.
+    With a constraint `step` first projects the gradients of what it holds (clip after
+    `constraint.project_gradients()`). Or give groups an `axis` and project yourself.
     """
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 1e-3,
-        betas: tuple[float, float] = BETAS,
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
-        axis: int | None = None,
         constraint: Constraint | None = None,
     ):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults | {"axis": axis})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "axis": None, **_ADAM})
         self._constraint = constraint
         held = constraint.held if constraint is not None else []
         self._axes: dict[Tensor, int] = {entry.parameter: entry.axis for entry in held}
@@ -133,16 +128,13 @@ class SubspaceAdamW(Optimizer):
 
 
 class RowAdamW(Optimizer):
-    """AdamW for a table of which only some rows are updated at a time, each by what AdamW would
-    have done to it since the last time: moments fade by as many updates as have passed, and the
-    step is as long as the steps would be together that AdamW makes with fading moments.
-
+    """AdamW for a table of which a few rows are updated at a time, by what AdamW would have done
+    since the last time: moments fade, and a step is as long as those of fading moments together.
     `changes` gives the changes of rows; whoever holds the table adds them, and `step` changes none.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
-        defaults = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **_ADAM})
 
     def update(self) -> None:
         for group in self.param_groups:
@@ -182,31 +174,28 @@ class Muon(Optimizer):
     directions all count alike, by Newton-Schulz iterations, which keep a subspace. With a group's
     `basis` they are done in its coordinates: less work, and no rounding can lead out.
 
-    On a GPU matrices of one shape are orthogonalised together, in bfloat16. On a CPU each is by
-    itself and in its own precision, so that a weight does not depend on which others share its
-    stage.
+    On a GPU matrices of one shape are orthogonalised together, in bfloat16; on a CPU one by one, in
+    their own precision, so that a weight does not depend on which others share its stage.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
-        momentum: float = MOMENTUM,
-    ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "basis": None}
-        super().__init__(params, defaults)
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "basis": None})
 
     def update(self) -> None:
         for group in self.param_groups:
-            for alike in _stacks([p for p in group["params"] if p.grad is not None]):
-                self._update(alike, group)
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    by_shape.setdefault(weight.shape, []).append(weight)
+            for shape, alike in by_shape.items():
+                most = max(1, STACK_NUMBERS // shape.numel()) if alike[0].is_cuda else 1
+                for start in range(0, len(alike), most):
+                    self._update(alike[start : start + most], group)
 
     def kept(self, weight: Tensor, group: dict[str, Any]) -> State:
         return {"momentum_buffer": (tuple(weight.shape), weight.dtype)}
 
     def _update(self, weights: list[Tensor], group: dict[str, Any]) -> None:
-        """Move matrices of one shape."""
         directions = torch.stack([self._direction(weight, group) for weight in weights])
         basis_DK = group["basis"]
         if basis_DK is not None:
@@ -224,19 +213,8 @@ class Muon(Optimizer):
         """The momentum, one step ahead as Nesterov has it."""
         momentum, gradient = self.state_of(weight, group)["momentum_buffer"], weight.grad
         assert gradient is not None
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(momentum, group["momentum"])
-
-
-def _stacks(weights: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices to orthogonalise together: of one shape on a GPU, each alone on a CPU."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
-    for weight in weights:
-        by_shape.setdefault(weight.shape, []).append(weight)
-    for shape, alike in by_shape.items():
-        most = max(1, STACK_NUMBERS // shape.numel()) if alike[0].is_cuda else 1
-        for start in range(0, len(alike), most):
-            yield alike[start : start + most]
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        return gradient.lerp(momentum, MOMENTUM)
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -268,12 +246,38 @@ class StageOptimizer:
         constraint: Constraint | None = None,
         by_rows: bool = False,
     ):
-        """`roles` names the parameters that have one. `constraint` holds some in a subspace; their
-        updates stay there. `by_rows`: rows of token tables are updated one by one (`row_changes`).
+        """As few optimizers and groups as there are ways to update a parameter, for speed. `roles`
+        names those that have one. What `constraint` holds in a subspace stays there. `by_rows`:
+        rows of token tables are updated one by one (`row_changes`).
         """
         self._names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         self._parameters = parameters
-        self._optimizers = _build(parameters, roles, config.with_shares(), constraint, by_rows)
+        config, is_muon = config.with_shares(), config.name == "muon"
+        axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
+        shares: dict[Role | None, float] = {Role.TABLE: config.table_lr, Role.HEAD: config.head_lr}
+        if is_muon:
+            shares[Role.MATRIX] = config.matrix_lr
+        adamw = partial(AdamW, betas=BETAS, fused=all(p.is_cuda for p in parameters.values()))
+        kinds: dict[Callable[..., Optimizer], dict[tuple[Any, ...], dict[str, Any]]]
+        kinds = {kind: {} for kind in (adamw, SubspaceAdamW, RowAdamW, Muon)}
+        for name, parameter in parameters.items():
+            role = roles.get(name)
+            kind: Callable[..., Optimizer] = adamw
+            options: dict[str, Any] = {
+                "lr_share": shares.get(role, 1.0),
+                "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
+            }
+            if by_rows and role is Role.TABLE:
+                kind = RowAdamW
+            elif is_muon and role is Role.MATRIX:
+                kind = Muon
+                options["basis"] = constraint.basis_DK if constraint and name in axes else None
+            elif name in axes:
+                kind = SubspaceAdamW
+                options["axis"] = axes[name]
+            group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
+            group["params"].append(parameter)
+        self._optimizers = [kind([*groups.values()]) for kind, groups in kinds.items() if groups]
 
     def step(self, lr: float) -> None:
         """One update at this learning rate; gradients are cleared afterwards."""
@@ -330,27 +334,25 @@ class StageOptimizer:
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put back what `state_tensors` gave; a CheckpointError if it is of another optimizer."""
-        loaded: dict[str, dict[str, Tensor]] = {}
-        for full_name, value in tensors.items():
-            name, _, key = full_name.rpartition("/")
-            loaded.setdefault(name, {})[key] = value
+        split = [(*full_name.rpartition("/"), value) for full_name, value in tensors.items()]
         for optimizer, group, parameter, name in self._walk():
             optimizer.state.pop(parameter, None)
-            if name in loaded:
-                found = {key: tuple(value.shape) for key, value in loaded[name].items()}
-                kept = {key: shape for key, (shape, _) in optimizer.kept(parameter, group).items()}
-                if found != kept:
-                    raise CheckpointError(
-                        f"the optimizer's state of {name} in the checkpoint is {found}, this "
-                        f"optimizer keeps {kept}: resume with the optimizer and the model that "
-                        "wrote it"
-                    )
-                # A step counter stays on the CPU, unless one kernel reads it too.
-                counter = parameter.device if group.get("fused") else torch.device("cpu")
-                optimizer.state[parameter] = {
-                    key: value.to(counter if value.ndim == 0 else parameter.device, copy=True)
-                    for key, value in loaded[name].items()
-                }
+            loaded = {key: value for whose, _, key, value in split if whose == name}
+            if not loaded:
+                continue
+            found = {key: tuple(value.shape) for key, value in loaded.items()}
+            kept = {key: shape for key, (shape, _) in optimizer.kept(parameter, group).items()}
+            if found != kept:
+                raise CheckpointError(
+                    f"the optimizer's state of {name} in the checkpoint is {found}, this optimizer "
+                    f"keeps {kept}: resume with the optimizer and the model that wrote it"
+                )
+            # A step counter stays on the CPU, unless one kernel reads it too.
+            counter = parameter.device if group.get("fused") else torch.device("cpu")
+            optimizer.state[parameter] = {
+                key: value.to(counter if value.ndim == 0 else parameter.device, copy=True)
+                for key, value in loaded.items()
+            }
 
     def _walk(self) -> Iterator[tuple[Optimizer, dict[str, Any], nn.Parameter, str]]:
         """Each parameter with its optimizer, its group and its name."""
@@ -358,39 +360,3 @@ class StageOptimizer:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield optimizer, group, parameter, self._names[parameter]
-
-
-def _build(
-    parameters: dict[str, nn.Parameter],
-    roles: Mapping[str, Role],
-    config: OptimConfig,
-    constraint: Constraint | None,
-    by_rows: bool,
-) -> list[Optimizer]:
-    """As few optimizers and groups as there are ways to update a parameter, for speed."""
-    axes = {entry.name: entry.axis for entry in constraint.held} if constraint else {}
-    shares: dict[Role | None, float] = {Role.TABLE: config.table_lr, Role.HEAD: config.head_lr}
-    if config.name == "muon":
-        shares[Role.MATRIX] = config.matrix_lr
-    fused = all(p.is_cuda for p in parameters.values())
-    adamw = partial(AdamW, betas=BETAS, fused=fused)
-    kinds: dict[Callable[..., Optimizer], dict[tuple[Any, ...], dict[str, Any]]]
-    kinds = {kind: {} for kind in (adamw, SubspaceAdamW, RowAdamW, Muon)}
-    for name, parameter in parameters.items():
-        role = roles.get(name)
-        kind: Callable[..., Optimizer] = adamw
-        options: dict[str, Any] = {
-            "lr_share": shares.get(role, 1.0),
-            "weight_decay": config.weight_decay if parameter.ndim > 1 else 0.0,
-        }
-        if by_rows and role is Role.TABLE:
-            kind = RowAdamW
-        elif config.name == "muon" and role is Role.MATRIX:
-            kind = Muon
-            options["basis"] = constraint.basis_DK if constraint and name in axes else None
-        elif name in axes:
-            kind = SubspaceAdamW
-            options["axis"] = axes[name]
-        group = kinds[kind].setdefault(tuple(options.values()), {"params": [], **options})
-        group["params"].append(parameter)
-    return [kind([*groups.values()]) for kind, groups in kinds.items() if groups]

@@ -3,7 +3,6 @@ does, by the loss that trains it and the score of a validation.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,20 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.model.boundary import Boundary
+from thinwire.model.boundary import Boundary, ProjectedBoundary, SubspaceBoundary
 from thinwire.model.config import ModelConfig
-from thinwire.model.layers import InSpace, Reparametrised
-from thinwire.model.llama import EMBEDDING, Block, KeyValues, LayerPlan, architecture
+from thinwire.model.layers import InSpace
+from thinwire.model.llama import EMBEDDING, HEAD, Block, KeyValues, LayerPlan, architecture
 from thinwire.model.optim import Role
 from thinwire.model.subspace import Held
 
 WEIGHT_TYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 """The type weights are kept in, by `run.precision`; bf16 computes under autocast."""
-GRAPHS = 64
-"""Graphs that the code of a layer may be compiled to: one for each shape, in training and not."""
+GRAPHS = 64  # that the code of a layer may be compiled to: for each shape, in training and not
 
-Past = list[KeyValues | None]
-"""What the layers of a stage keep of the positions so far; None of those that look at one only."""
+Past = list[KeyValues | None]  # of the layers of a stage; None of those that look at one position
 
 
 class _Bounded(torch.autograd.Function):
@@ -58,10 +55,8 @@ def with_ends(
     known: Tensor | None,
     bound: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """A layer with the ends of the cuts beside it, where it has any.
-
-    What the stage itself knows of the tokens is added at its first end and taken off at its last;
-    it is returned too. With `bound` no token's gradient outgrows the others' from layer to layer.
+    """A layer with the ends of the cuts beside it. What the stage knows of the tokens is added at
+    its first end and taken off at its last; it is returned too. `bound`: of a token's gradient.
     """
     if bound and x.is_floating_point():
         x = _Bounded.apply(x, bound)
@@ -74,10 +69,9 @@ def with_ends(
 
 
 class Stage(nn.Module):
-    """Consecutive layers of the model, from token ids or what the incoming boundary decodes, to
-    logits or what the outgoing one sends. A stage without either is the whole model. `next_name` is
-    the layer that follows the outgoing boundary. `bound` is the most gradient that a layer sends
-    back for one token, as a multiple of the mean token's.
+    """Consecutive layers of the model with an end of a cut on either side, or from token ids or to
+    logits. `next_name` is the layer behind the outgoing one. `bound` is the most gradient
+    that a layer sends back for one token, as a multiple of the mean token's.
     """
 
     def __init__(
@@ -92,15 +86,13 @@ class Stage(nn.Module):
         super().__init__()
         self.bound = bound
         self.names = [plan.name for plan in plans]
-        self._roles = [plan.role for plan in plans]
-        self._labels = [plan.label for plan in plans if plan.label]
         self._next_name = next_name
         self.layers = nn.ModuleList(plan.make() for plan in plans)
         self.incoming = incoming
         self.outgoing = outgoing
         self.recompute = recompute
         self.loss = token_loss
-        self.summed_loss = summed_loss
+        self.summed_loss: Callable[..., Tensor] = functools.partial(token_loss, reduction="sum")
         self._with_ends = with_ends
         self._watched: tuple[int, Callable[[Tensor], None]] | None = None
 
@@ -111,15 +103,12 @@ class Stage(nn.Module):
         return self.incoming is not None and any(end is not None and end.needs_ids for end in ends)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, past: Past | None = None) -> Tensor:
-        """From the model's inputs, or from what was received, to what is sent on.
-
-        `ids` are the token ids of what was received, where `needs_ids`. With a past, of the
-        positions that follow those in it; layers are not compiled then, for each would be another
-        shape.
+        """From the model's inputs, or what was received, to what is sent on. `ids` are its token
+        ids, where `needs_ids`. With a past, of the positions that follow, and then not compiled.
         """
         incoming, outgoing, ids = self.incoming, self.outgoing, x if self.incoming is None else ids
-        if outgoing is not None:
-            outgoing.prepare()
+        if isinstance(outgoing, SubspaceBoundary) and outgoing.anchored:
+            outgoing.space.anchor_coordinates()  # compiled code does not see that a basis moved
         last, known = len(self.layers) - 1, None
         for index, layer in enumerate(self.layers):
             if self._watched and self._watched[0] == index:
@@ -128,8 +117,8 @@ class Stage(nn.Module):
                 if x.requires_grad:
                     x.register_hook(self._watched[1])
             end = outgoing if index == last else None
-            is_more = any(cut is not None and cut.computes for cut in (incoming, end)) or self.bound
-            run = self._with_ends if is_more and past is None else with_ends
+            is_more = any(isinstance(cut, SubspaceBoundary) for cut in (incoming, end))
+            run = self._with_ends if (is_more or self.bound) and past is None else with_ends
             act: Callable[..., Tensor] = layer if past is None else layer.forward
             if past is not None and past[index] is not None:
                 act = functools.partial(act, past=past[index])
@@ -147,7 +136,7 @@ class Stage(nn.Module):
 
     def new_past(self) -> Past:
         """The past of each block before the first position."""
-        return [layer.new_past() if isinstance(layer, Block) else None for layer in self.layers]
+        return [KeyValues() if isinstance(layer, Block) else None for layer in self.layers]
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Have torch fuse what is inside each layer, with the end of a cut beside it."""
@@ -176,18 +165,13 @@ class Stage(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """What parameters are to an optimizer, by global name, of those that have a role."""
-        of_layers = {
-            f"{name}.{local}": role
-            for name, layer, role in zip(self.names, self.layers, self._roles, strict=True)
-            for local, parameter in layer.named_parameters()
-            if role is not None and parameter.ndim > 1
-        }
-        of_ends = {
-            f"{name}.{local}": role
-            for name, end in self._ends().items()
-            for local, role in end.roles.items()
-        }
-        return of_layers | of_ends
+        found = {}
+        for name, parameter in self.owned_parameters().items():
+            if name == f"{EMBEDDING}.weight" or name.endswith(".table"):
+                found[name] = Role.TABLE
+            elif parameter.ndim > 1:
+                found[name] = Role.HEAD if name == f"{HEAD}.weight" else Role.MATRIX
+        return found
 
     def _ends(self) -> dict[str, Boundary]:
         """The boundaries by global name."""
@@ -196,7 +180,8 @@ class Stage(nn.Module):
 
     @property
     def _copy(self) -> nn.Parameter | None:
-        return self.incoming.copy_of_embedding() if self.incoming is not None else None
+        end = self.incoming
+        return end.table if isinstance(end, ProjectedBoundary) and end.shared else None
 
     def owned_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage saves: all but copies of what the stage below saves."""
@@ -218,7 +203,7 @@ class Stage(nn.Module):
         """Give every parameter its starting value: the same for any split into stages."""
         family = architecture(config)
         for name, module in self._named_modules():
-            if isinstance(module, Reparametrised):
+            if isinstance(module, InSpace) and module.reparam:
                 full = torch.empty(module.full_shape, dtype=module.weight.dtype)
                 family.initialise(f"{name}.weight", full, seed)
                 module.set_full(full)
@@ -237,13 +222,12 @@ class Stage(nn.Module):
         return [
             Held(name, layer.weight, layer.axis)
             for name, layer in self._in_space().items()
-            if not isinstance(layer, Reparametrised)
+            if not layer.reparam
         ]
 
-    def reparametrised(self) -> dict[str, Reparametrised]:
+    def reparametrised(self) -> dict[str, InSpace]:
         """The reparametrised layers by the global name of their weight."""
-        found = self._in_space().items()
-        return {name: layer for name, layer in found if isinstance(layer, Reparametrised)}
+        return {name: layer for name, layer in self._in_space().items() if layer.reparam}
 
     def _in_space(self) -> dict[str, InSpace]:
         found = self._named_modules()
@@ -261,23 +245,17 @@ class Stage(nn.Module):
 
     def describe(self) -> str:
         """The layers in a few characters, such as `embed+0..1`."""
-        parts = []
-        for are_blocks, labels in itertools.groupby(self._labels, str.isdigit):
-            first, *others = labels
-            parts += [f"{first}..{others[-1]}"] if are_blocks and others else [first, *others]
+        blocks = [name.split(".")[-1] for name in self.names if name.startswith("model.layers.")]
+        parts = [blocks[0] if len(blocks) == 1 else f"{blocks[0]}..{blocks[-1]}"]
+        parts[:0] = ["embed"] if EMBEDDING in self.names else []
+        parts += ["head"] if HEAD in self.names else []
         return "+".join(parts)
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token (B, T, V), in float32 at least; a target of -100 is none."""
+def token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy of tokens (B, T, V), in float32 at least; a target of -100 is none."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten())
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """As `token_loss`, the sum in place of the mean; 0 where every target is -100."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum")
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction=reduction)
 
 
 class Score:

@@ -26,9 +26,7 @@ _STEPS_STD = 127 / math.sqrt(3)  # of whole numbers, uniform in -127..127
 
 
 def fixed_table(vocab: int, dim: int, seed: int, std: float) -> Tensor:
-    """T_fixed: a frozen random row per token (vocab, dim), in bfloat16, full rank: whole numbers,
-    uniform in -127..127, times the power of two that comes nearest to the spread asked for.
-    """
+    """T_fixed (vocab, dim): whole numbers in -127..127 times the power of two nearest to `std`."""
     scale = 2.0 ** round(math.log2(std / _STEPS_STD))
     raw = np.frombuffer(_bits(seed, "table", vocab * dim).tobytes(), dtype=np.uint8)
     steps = np.maximum(raw[: vocab * dim].view(np.int8), -127)

@@ -21,7 +21,7 @@ from thinwire.report import (
 )
 from thinwire.run.conduct import first_not_finite
 from thinwire.run.protocol import Ready, RunProgress
-from thinwire.schedule import Costs, Links, Network, simulate
+from thinwire.schedule import Costs, Links, simulate
 from thinwire.settings import Settings
 from thinwire.settings.crossing import BF16_BYTES, network_of
 
@@ -156,8 +156,7 @@ class Ledger:
         self._moves = [move for move in self._moves if move["step"] <= first_step]
         self._drop_evaluations(first_step + 1)
         self.first_step = min(self.first_step, first_step)
-        known = links or network_of(self.settings) or Network()
-        self._ready, self._network = stages, known.links(len(stages))
+        self._ready, self._network = stages, links or network_of(self.settings)
         self._epochs += 1
         self._epoch_began = self.done = first_step
         self.refused = 0  # updates in a row that were not committed

@@ -24,13 +24,13 @@ from thinwire.engine.feed import Feed
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate
 from thinwire.errors import CheckpointError, ConfigError, DataError
-from thinwire.model import ModelConfig, rate_change, share_changes
+from thinwire.model import ModelConfig, rate_changes
 from thinwire.model.layers import is_adapter
 from thinwire.paths import cache_folder, expanded
 from thinwire.report import Display
 from thinwire.run.checkpoints import ORIGIN, claim_folder, commit, facts_of, open_newest
 from thinwire.settings import Settings, threads_per_stage
-from thinwire.settings.remarks import remarks
+from thinwire.settings.file import remarks
 
 FREE = {"preset", "context", "embed_std"}  # keys of the model that change no weight's meaning
 # Settings that say what the weights mean and what comes next; all others may change.
@@ -124,7 +124,7 @@ def open_resume(
     _refuse_changes(checkpoint, settings)
     old, new = (saved.optim, saved.train.steps), (settings.optim, settings.train.steps)
     notes += [*_inexact(saved, settings), *check_memory(settings, checkpoint)]
-    notes += [rate_change(*old, *new, checkpoint.step), share_changes(old[0], new[0])]
+    notes += rate_changes(*old, *new, checkpoint.step)
     for note in filter(None, notes):
         display.note(note)
     return checkpoint

@@ -2,9 +2,7 @@
 
 from thinwire.schedule.build import (
     OPEN,
-    Action,
     Counts,
-    Kind,
     PipelineConfig,
     Schedule,
     build,
@@ -12,13 +10,9 @@ from thinwire.schedule.build import (
     split_layers,
 )
 from thinwire.schedule.simulator import (
-    ROW_FRAME_BYTES,
     Costs,
     Links,
-    Network,
     Simulation,
-    Span,
-    cells,
     grid,
     simulate,
     window_table,

@@ -73,11 +73,8 @@ class Schedule:
         return [action for _, action in self.stream(stage, 0, 1)]
 
     def stream(self, stage: int, first: int, until: int) -> Iterator[tuple[int, Action]]:
-        """What a stage does from step `first` to the one before `until`: the step and the action.
-
-        With delayed updates the first microbatches of a step, `delay` of them, are computed without
-        the update of the step before, so they need not wait for its backwards, and a stage may hold
-        as many microbatches from the first step to the last.
+        """The actions of steps `first` to `until` - 1, each with its step. With a delay the first
+        microbatches of a step do not wait for the backwards of the step before, nor for its update.
         """
         numbers, update = range(self.microbatches), Action(Kind.U)
         coming = deque(itertools.product(range(first, until), numbers))
@@ -113,8 +110,7 @@ class Schedule:
 
 NAMES = ("gpipe", "1f1b")
 OPEN = -1  # a window that is left open
-Counts = tuple[int, ...]
-"""The number of blocks of each stage."""
+Counts = tuple[int, ...]  # the blocks of each stage
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,6 @@ class PipelineConfig:
         "most microbatches in flight on the first stage; more hide delays and take memory; "
         "-1 = twice the stages, or on a host what is fastest within the peers' memory; "
         "0 = the schedule's own: the number of stages for 1f1b, all for gpipe",
-        most=10**9,
         scope="keeping",  # it changes no bit: gradients are summed in one order
     )
     delay: int = option(
@@ -187,9 +182,7 @@ def build(name: str, stages: int, microbatches: int, window: int = 0, delay: int
 
 
 def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int:
-    """Most microbatches that 1f1b holds on a stage: `window` on the first, 1 on the last, and in
-    between on a straight line. It never grows from one stage to the next, so nothing can deadlock.
-    """
+    """Most microbatches that a stage holds in 1f1b: from `window` on the first on a line to 1."""
     if stages == 1:
         return 1
     above = stages - 1 - stage
@@ -197,33 +190,22 @@ def stage_window(stage: int, stages: int, microbatches: int, window: int) -> int
 
 
 def split_layers(layers: int, config_split: list[int], stages: int) -> list[range]:
-    """The contiguous layers of each stage. An uneven remainder goes to the middle stages first, and
-    last to the last one: the ends also hold the embedding and the (dearer) head with the loss.
-    """
+    """The layers of each stage; a remainder goes to the middle first, for the ends hold more."""
     if stages > layers:
         raise ConfigError(
             f"pipeline.stages = {stages} but the model has {layers} layers: every stage needs "
             "at least one; use fewer stages or more layers"
         )
-    counts = list(config_split)
-    if counts:
-        if len(counts) != stages:
-            raise ConfigError(
-                f"pipeline.split = {counts} names {len(counts)} stages but "
-                f"pipeline.stages = {stages}; give one number per stage, or none"
-            )
-        if min(counts) < 1:
-            raise ConfigError(f"pipeline.split = {counts}: every stage needs at least one layer")
-        if sum(counts) != layers:
-            raise ConfigError(
-                f"pipeline.split = {counts} adds up to {sum(counts)} but the model has "
-                f"{layers} layers"
-            )
-    else:
-        share, remainder = divmod(layers, stages)
-        counts = [share] * stages
+    share, remainder = divmod(layers, stages)
+    counts = list(config_split) or [share] * stages
+    if not config_split:
         for stage in [*range(1, stages - 1), 0, stages - 1][:remainder]:
             counts[stage] += 1
+    if len(counts) != stages or min(counts) < 1 or sum(counts) != layers:
+        raise ConfigError(
+            f"pipeline.split = {counts} must name one layer or more for each of "
+            f"{stages} stages (pipeline.stages) and add up to the {layers} of the model"
+        )
     ends = itertools.accumulate(counts)
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 

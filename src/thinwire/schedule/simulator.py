@@ -23,9 +23,7 @@ ROW_FRAME_BYTES = 1 << 18  # of rows that travel together: a stage hands on what
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds per action of each stage, and bytes per microbatch over each cut, of which there is
-    one fewer. Rows of a shared embedding cross once a step, gradients down and changes up.
-    """
+    """Seconds per action of each stage; bytes over each cut, per microbatch (rows: per step)."""
 
     forward: list[float]
     backward: list[float]
@@ -45,30 +43,21 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Network:
-    """The links of every host: rates in 10^6 bits per second, 0 = unlimited; one-way delay."""
-
-    mbps_up: float = 0.0
-    mbps_down: float = 0.0
-    latency_s: float = 0.0
-
-    def links(self, stages: int) -> "Links":
-        """The same for so many stages, each on a host of its own."""
-        rates = [self.mbps_up] * stages, [self.mbps_down] * stages
-        return Links(*rates, [self.latency_s] * (stages - 1))
-
-
-@dataclass(frozen=True)
 class Links:
-    """The same of unlike hosts: the rates of each stage's host, the delay over each cut."""
+    """Of each stage's host the rates in 10^6 bits per second, 0 = unlimited, and one-way delays
+    over the cuts.
+    """
 
     mbps_up: list[float]
     mbps_down: list[float]
     latency_s: list[float]
 
-    def links(self, stages: int) -> "Links":
-        """As they are: each stage has its own already."""
-        return self
+    @classmethod
+    def alike(
+        cls, stages: int, mbps_up: float = 0.0, mbps_down: float = 0.0, latency_s: float = 0.0
+    ) -> "Links":
+        """The same for so many stages, each on a host of its own."""
+        return cls([mbps_up] * stages, [mbps_down] * stages, [latency_s] * (stages - 1))
 
 
 @dataclass(frozen=True)
@@ -95,14 +84,11 @@ class CauseChain(NamedTuple):
         return self._replace(**{name: getattr(self, name) + s for name, s in seconds.items()})
 
 
-_Turn = tuple[int, Action | str]
-"""What is next in a step: an action to compute, or the label of a message to wait for."""
+_Turn = tuple[int, Action | str]  # of a step: an action to compute, or a message to wait for
 
 
 @dataclass
 class _Host:
-    """Where one stage stands."""
-
     turns: Iterator[_Turn]
     uplink: Occupancy
     downlink: Occupancy
@@ -187,9 +173,7 @@ class Play:
                 return
 
     def _turns(self, stage: int, schedule: Schedule, steps: int) -> Iterator[_Turn]:
-        """What a stage does in so many steps: its turns, and in between what it sends. Behind the
-        last backwards a tally goes down from stage to stage, and then the verdict up.
-        """
+        """What a stage does in so many steps: its turns, and in between what it sends."""
         below, above = stage - 1, stage + 1
         for step, action in schedule.stream(stage, 0, steps):
             if action.kind is Kind.U:
@@ -237,7 +221,7 @@ class Play:
             step, what = host.turn
             if isinstance(what, Action):
                 if self._now > host.since:
-                    self._record(step, stage, "wait", what.label, host.since, self._now)
+                    self._record(step, Span(stage, "wait", what.label, host.since, self._now))
                 host.is_computing, host.since = True, self._now
                 self._cores.start(stage, self._costs.of(stage, what), self._now)
             elif host.turn in host.inbox:
@@ -251,7 +235,7 @@ class Play:
         assert host.turn is not None and isinstance(host.turn[1], Action)
         step, action = host.turn[0], host.turn[1]
         self._cores.stop(stage, self._now)
-        self._record(step, stage, "compute", action.label, host.since, self._now)
+        self._record(step, Span(stage, "compute", action.label, host.since, self._now))
         work = self._costs.of(stage, action)
         host.chain = host.chain.then(compute=work, shared=self._now - host.since - work)
         host.is_computing, host.since = False, self._now
@@ -265,7 +249,7 @@ class Play:
         host, other = self.hosts[source], self.hosts[target]
         start, end = host.uplink.carry(size, self._now, self._now)
         shown = f"{label}>" if target > source else f"<{label}"
-        self._record(step, source, "send", shown, start, end)
+        self._record(step, Span(source, "send", shown, start, end))
         latency = self._latency[min(source, target)]
         chain = host.chain.then(latency=latency, links=-latency - self._now)  # its end is added
 
@@ -283,24 +267,18 @@ class Play:
         heapq.heappush(self._events, (time, self._scheduled, happen))
         self._scheduled += 1
 
-    def _record(
-        self, step: int, stage: int, lane: str, label: str, start: float, end: float
-    ) -> None:
+    def _record(self, step: int, span: Span) -> None:
         if step == self._seen:
-            self.spans.append(Span(stage, lane, label, start, end))
+            self.spans.append(span)
 
 
 def _check(what: str, lists: Costs | Links, stages: int) -> None:
     """Refuse lists of the wrong length and numbers that are no amount."""
     for name, values in vars(lists).items():
         wanted = stages - 1 if name == "latency_s" or name.endswith("bytes") else stages
-        if len(values) != wanted and (values or name != "row_bytes"):
-            raise ConfigError(
-                f"{what}.{name} has {len(values)} numbers, {stages} stages need {wanted}"
-            )
-        for value in values:
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{what}.{name} = {value}: must be 0 or more, and finite")
+        lengths = (wanted, 0) if name == "row_bytes" else (wanted,)
+        if len(values) not in lengths or not all(0 <= value < math.inf for value in values):
+            raise ConfigError(f"{what}.{name} = {values}: {wanted} numbers are needed, 0 or more")
 
 
 BOUND_SHARE = 0.85  # a resource busy for this share of the step is called its limit
@@ -311,9 +289,8 @@ MANY_MICROBATCHES = 64  # with more than these a table of windows tries fewer
 
 @dataclass(frozen=True)
 class Simulation:
-    """One simulated step. Spans count from its start on stage 0; other stages may begin before.
-    `compute_seconds` is work, which takes longer where cores are shared. `chain` are the parts of
-    the longest chain of causes through the step.
+    """One simulated step. Spans count from its start on stage 0. `compute_seconds` is work, which
+    takes longer where cores are shared; `chain` is the longest chain of causes through the step.
     """
 
     schedule: Schedule
@@ -389,16 +366,14 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     costs: Costs,
-    network: Network | Links | None = None,
+    links: Links | None = None,
     steps: int = 3,
     cores: float | None = None,
 ) -> Simulation:
-    """Play `steps` steps and report on the last; with delayed updates on the mean of some amid
-    others. With `cores`, the stages share one machine on which so many compute at full speed at
-    once. Two steps reach the steady state, for at its verdict every stage is idle and every link
-    empty.
+    """Play `steps` steps and report on the last, for which two are enough; with delayed updates on
+    the mean of some amid others. `cores`: how many stages of one machine compute at full speed.
     """
-    links = (network or Network()).links(schedule.stages)
+    links = links or Links.alike(schedule.stages)
     _check("costs", costs, schedule.stages)
     _check("links", links, schedule.stages)
     seen, over = steps - 1, 1
@@ -434,13 +409,11 @@ def window_table(
     stages: int,
     microbatches: int,
     costs: Costs,
-    network: Network | Links | None = None,
+    links: Links | None = None,
     cores: float | None = None,
     delay: int = 0,
 ) -> list[tuple[int, float, list[int]]]:
-    """(window, seconds per step, microbatches held by each stage) for 1f1b. Many microbatches take
-    long to play: there windows double, and end where more gain nothing.
-    """
+    """(window, seconds per step, microbatches held by each stage) for 1f1b."""
     many = microbatches > MANY_MICROBATCHES
     windows, window = {1, max(1, stages // 2), microbatches}, stages
     while window < microbatches:
@@ -449,7 +422,7 @@ def window_table(
     table: list[tuple[int, float, list[int]]] = []
     for window in sorted(windows) if stages > 1 else [1]:  # a single stage has one window only
         schedule = build("1f1b", stages, microbatches, window, delay)
-        played = simulate(schedule, costs, network, 2, cores)
+        played = simulate(schedule, costs, links, 2, cores)
         table.append((window, played.step_seconds, list(schedule.held)))
         if many and len(table) > 1 and played.step_seconds > 0.999 * table[-2][1]:
             break
@@ -468,9 +441,7 @@ def cells(schedule: Schedule) -> list[list[str]]:
 
 
 def grid(schedule: Schedule, most: int = 0, ends: int = 0) -> str:
-    """Draw `cells`: a row per stage, a column per slot; if there are more than `most`, only so many
-    at both `ends`.
-    """
+    """Draw `cells`, a row per stage; of more columns than `most` only so many at both `ends`."""
     rows = cells(schedule)
     rows = [[str(slot) for slot in range(len(rows[0]))], *rows]
     left_out = len(rows[0]) - 2 * ends if 0 < most < len(rows[0]) else 0

@@ -1,6 +1,6 @@
 """All settings of a run: read, checked, resolved and hashed. No torch is needed for that."""
 
-from thinwire.settings.file import CONFIG, load_asked, load_settings, make_recipe, read_toml
+from thinwire.settings.file import CONFIG, load_settings, make_recipe, read_toml
 from thinwire.settings.tree import (
     RunConfig,
     Settings,

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 
 from thinwire.codec import Codec, build_codecs, parse_codec
-from thinwire.schedule import Network
+from thinwire.schedule import Links
 from thinwire.settings.tree import Settings
 from thinwire.wire import HEADER_BYTES
 
@@ -47,9 +47,8 @@ def size_word(settings: Settings, cut: int) -> str:
 
 
 def row_bytes(settings: Settings) -> int:
-    """Bytes of the frame that carries rows of a shared embedding up, or their gradients down, in
-    the mean step, if tokens follow Zipf's law: those down to some rank come up `row_tokens` times
-    in every step, further ones in several steps, and the rest when it is their turn.
+    """Bytes of the frame of a shared embedding's rows in the mean step, by Zipf's law: some tokens
+    come up `row_tokens` times in every step, others in several, the rest when it is their turn.
     """
     if not settings.boundary.shares_embedding or settings.pipeline.stages == 1:
         return 0
@@ -108,9 +107,7 @@ def logged_steps(settings: Settings) -> int:
 
 
 def checkpoint_interval(settings: Settings) -> int:
-    """Steps between checkpoints: those of `train.checkpoint_every`, or fewer where the logs of what
-    stages send would be full before; 0: only at the end, -1: none.
-    """
+    """Steps between checkpoints, few enough for the logs; 0: only at the end, -1: none."""
     every = settings.train.checkpoint_every
     return every if every < 0 else min(filter(None, (every, logged_steps(settings))), default=0)
 
@@ -121,12 +118,12 @@ def checkpoint_steps(settings: Settings) -> Callable[[int], bool]:
     return lambda done: every >= 0 and (done == last or (every > 0 and done % every == 0))
 
 
-def network_of(settings: Settings) -> Network | None:
-    """The simulator's network for these settings; None when links are not emulated."""
+def network_of(settings: Settings) -> Links:
+    """The simulator's links for these settings; they cost no time when they are not emulated."""
     link = settings.link
-    if not link.emulate:
-        return None
-    return Network(link.mbps_up, link.mbps_down, (link.latency_ms + link.jitter_ms / 2) / 1e3)
+    delay_s = (link.latency_ms + link.jitter_ms / 2) / 1e3
+    own = (link.mbps_up, link.mbps_down, delay_s) if link.emulate else ()
+    return Links.alike(settings.pipeline.stages, *own)
 
 
 def _codecs(settings: Settings, cut: int) -> list[Codec]:

@@ -17,7 +17,6 @@ from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
 from thinwire.errors import ConfigError, gone
 from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
-from thinwire.model.config import SIZES
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
 from thinwire.typed import Scope, from_plain, nearest, option, parse_literal
@@ -85,7 +84,7 @@ class RunConfig:
 class TrainConfig:
     """`[train]`: how long, how much at once, how often to look and to save."""
 
-    steps: int = option(200, "optimizer steps", least=1, most=10**9)
+    steps: int = option(200, "optimizer steps", least=1)
     batch: int = option(
         16, "global batch: sequences per step, over all microbatches", least=1, most=2**24
     )
@@ -95,26 +94,20 @@ class TrainConfig:
         "the seed",
         scope="machine",
     )
-    eval_every: int = option(100, "steps between validations; 0 = only first and last", most=10**9)
+    eval_every: int = option(100, "steps between validations; 0 = only first and last")
     eval_batches: int = option(
         -1,
         "microbatches per validation, the same ones in each; -1 = enough for 65,536 tokens, "
         "or all there are; 0 = the whole validation set",
-        most=10**9,
     )
     checkpoint_every: int = option(
-        100,
-        "steps between checkpoints; 0 = only at the end, -1 = none",
-        least=-1,
-        most=10**9,
-        scope="keeping",
+        100, "steps between checkpoints; 0 = only at the end, -1 = none", least=-1, scope="keeping"
     )
     log_mb: int = option(
         4096,
         "megabytes of frames that each end of a link keeps on disk since the last checkpoint, so "
         "that a lost stage is computed again and nothing else; a checkpoint is saved before they "
         "are full; 0 = none: a lost stage costs the steps since the last checkpoint",
-        most=10**9,
         scope="keeping",
     )
     audit: bool = option(
@@ -133,7 +126,6 @@ class TrainConfig:
         "checkpoints to keep; older ones are deleted, but never the last known good one or that "
         "of the best validation",
         least=1,
-        most=10**6,
         scope="keeping",
     )
 
@@ -184,14 +176,13 @@ class Settings:
         return dataclasses.replace(settings, boundary=boundary, optim=optim)
 
     def relaxed(self) -> "Settings":
-        """The inverse of `resolved`, for people: a value that a preset or "auto" gives is left to
-        them, so what follows from a key that is changed does not stay behind.
-        """
+        """The inverse of `resolved`, for people: what a preset or "auto" gives is left to them."""
         freest = self
-        for section, key, value in _LEFT_OPEN:
-            freer = freest.with_keys(section, **{key: value})
-            with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
-                freest = freer if freer._filled() == self else freest
+        for section in dataclasses.fields(self):
+            for key, default in vars(getattr(Settings(), section.name)).items():
+                freer = freest.with_keys(section.name, **{key: default})
+                with contextlib.suppress(ConfigError):  # such as a table, which needs its anchor
+                    freest = freer if freer._filled() == self else freest
         return freest
 
     def with_window(self) -> "Settings":
@@ -253,17 +244,6 @@ class Settings:
         """Whether a validation follows the update after which `done` updates are done."""
         every = self.train.eval_every
         return done == self.train.steps or (every > 0 and done % every == 0)
-
-
-_LEFT_OPEN: list[tuple[str, str, Any]] = [
-    *(("model", key, 0) for key in (*SIZES, "head_dim")),
-    ("model", "embed_std", 0.0),
-    *(("boundary", "rank", 0), ("boundary", "table", 0)),
-    *(("boundary", "anchor", "auto"), ("boundary", "free_layers", -1)),
-    *(("optim", key, -1) for key in ("warmup", "matrix_lr", "table_lr", "head_lr")),
-    ("train", "eval_batches", -1),
-]
-"""How settings leave to us what a key is."""
 
 
 _ANY = object()

@@ -179,10 +179,10 @@ class RunView:
         count = len(self.curves.last.get("stages", []))
         seats = seats if len(seats) == count else [f"stage {n}" for n in range(count)]
         held = {name: [n for n, one in enumerate(seats) if one == name] for name in seats}
-        network, links = network_of(settings) if settings else None, list[LinkStatus]()
-        if network is not None:
-            trip, cuts = 2e3 * network.latency_s, range(count - 1)
-            links = [LinkStatus(cut, "", "", "emulated", round_trip_ms=trip) for cut in cuts]
+        links = list[LinkStatus]()
+        if settings and settings.link.emulate:
+            cuts = zip(range(count - 1), network_of(settings).latency_s, strict=False)
+            links = [LinkStatus(n, "", "", "emulated", round_trip_ms=2e3 * s) for n, s in cuts]
         return StatusReport(
             run=settings.run.name if settings else self.folder.resolve().name,
             run_id="",
