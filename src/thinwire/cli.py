@@ -20,7 +20,7 @@ from thinwire.cli_host import add_host_commands, add_listen, add_web, run_to_end
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
-from thinwire.safe_stream import SafeStream, wait_for_no_reader
+from thinwire.safe_stream import STALLED_SECONDS, SafeStream, wait_for_no_reader
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.settings import Settings
@@ -30,7 +30,6 @@ Command = Callable[[argparse.Namespace], None]
 INTERRUPTED = 130
 LAB = "thinwire_lab"  # the package of experiments, where it is installed
 LONGEST_ERROR = 100_000  # characters
-STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 INIT_HEADER = """\
 # Settings of a thinwire run, every key explained. Delete what you do not change.
