@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from thinwire.errors import ConfigError
-from thinwire.folders import replace_private_file
+from thinwire.folders import replace_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
@@ -115,7 +115,7 @@ class Followed(Display):
         if is_host:
             with contextlib.suppress(OSError):
                 kept = _Kept(server.token, server.port)
-                replace_private_file(place, msgspec.json.encode(kept))
+                replace_file(place, msgspec.json.encode(kept), private=True)
         server.start()
         # Elsewhere nobody reads without the token; here it is for what a host alone may do.
         needs_token = is_host or not server.is_private
