@@ -205,14 +205,6 @@ def without_nan(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # also numpy's numbers
 
 
-def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
-    """The evaluations of a run, by step."""
-    return [
-        EvaluationRecord(step, math.nan if loss is None else loss, bits)
-        for step, loss, bits in Curves.read(folder).valid
-    ]
-
-
 def last_step(folder: str | Path) -> StepRecord | None:
     """The last step that was written; None where there is none."""
     path = Path(folder) / FILE_NAME
@@ -232,20 +224,13 @@ def _with_nan(table: dict[str, Any]) -> dict[str, Any]:
 
 def _drop_after(path: Path, last_step: int | None) -> None:
     """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
-    if not path.exists():
-        return
     kept = end = 0
-    with path.open("r+b") as file:
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         for line in file:
-            end, row = end + len(line), Row.read(line)
+            end, row = end + len(line), Row.read(line) if line.endswith(b"\n") else None
             if row is not None and (last_step is None or row.step <= last_step):
                 kept = end
         file.truncate(kept)
-        file.seek(max(0, kept - 1))
-        if kept and file.read() != b"\n":
-            file.write(b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class Row(msgspec.Struct):
@@ -287,7 +272,7 @@ class Curves:
     """
 
     def __init__(self) -> None:
-        self.valid: list[tuple[int, float | None, float | None]] = []
+        self.valid: list[EvaluationRecord] = []
         self._line = b"{}"  # of the newest step
         self.began = 0.0  # when the first step was written
         self._newest = 0, 0.0  # step, and when it was written
@@ -314,9 +299,10 @@ class Curves:
         """Add a line of metrics.jsonl; one that cannot be read is left out."""
         if (row := Row.read(line)) is None:
             return
+        loss, speed = (math.nan if x is None else x for x in (row.loss, row.tokens_per_s))
         if row.kind == "evaluation":
-            self.valid = [one for one in self.valid if one[0] < row.step]
-            self.valid.append((row.step, row.loss, row.bits_per_byte))
+            self.valid = [one for one in self.valid if one.step < row.step]
+            self.valid.append(EvaluationRecord(row.step, loss, row.bits_per_byte))
         elif row.kind == "step":
             step, moment = self._newest
             if row.step <= step:  # a run that went back trains it again
@@ -326,8 +312,6 @@ class Curves:
             # Earlier versions wrote no time: then the steps' own seconds count.
             self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
             self.began = self.began or self._newest[1]
-            speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
-            loss = math.nan if row.loss is None else row.loss
             if len(self._points) >= MOST_POINTS and not self._open:
                 pairs = zip(self._points[::2], self._points[1::2], strict=True)
                 self._points, self._size = [_mean(pair) for pair in pairs], 2 * self._size

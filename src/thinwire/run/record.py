@@ -21,7 +21,7 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireEr
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
+from thinwire.report.metrics import Curves, WandbLog, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, bits_per_byte
@@ -135,7 +135,7 @@ class RunRecord:
             tell()
         latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
         with contextlib.suppress(OSError):
-            earlier = read_evaluations(self.folder)
+            earlier = Curves.read(self.folder).valid
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
@@ -292,7 +292,6 @@ class RunRecord:
             if timeline is not None:
                 (plots / "step.json").write_bytes(msgspec.json.encode(timeline) + b"\n")
             needs("matplotlib", extra="plots", what="drawing")
-            from thinwire.report.metrics import Curves
             from thinwire.report.plots import loss_figure, steps_figure  # slow to import
 
             loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
