@@ -40,7 +40,7 @@ class _Kept(msgspec.Struct):
     port: int = 0
 
 
-class Followed(Display):
+class Followed(Display, contextlib.AbstractContextManager["Followed"]):
     """Shows a run on a terminal, keeps what happens in its folder, and serves the page of it.
 
     `listen`: an address, "" for the usual one, "off" for no page. `role`: "train", "host", "join".
@@ -79,21 +79,14 @@ class Followed(Display):
     def evaluation(self, record: EvaluationRecord) -> None:
         self._shown.evaluation(record)
 
-    def note(self, text: str) -> None:
-        self._shown.note(text)
-        self._tell("note", text)
-
-    def close(self) -> None:
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._server is not None:
-            self._server.close()
-
     def __exit__(self, *raised: object) -> None:
         error = raised[1]
         text = f"failed: {error}" if error is not None else "ended in good order"
         self._tell("end", "stopped by its user" if isinstance(error, KeyboardInterrupt) else text)
-        self.close()
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._server is not None:
+            self._server.close()
 
     def _tell_everybody(self, kind: str, text: str) -> None:
         self._tell(kind, text)
