@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from thinwire import safe_stream as stream_module
-from thinwire.safe_stream import SafeStream, safe_stream
-from waiting import PROCESS_PATIENCE
+from thinwire.safe_stream import safe_stream
 
 
 @pytest.fixture
@@ -54,21 +53,6 @@ def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     assert "earlier pieces of output were dropped unread\n" in text
     assert len(text) < 110_000
     assert text.splitlines()[-1].startswith("line 004999")
-
-
-def test_errors_come_after_what_was_said_before(pipe, monkeypatch):
-    """Both streams of a program often end in one terminal."""
-    monkeypatch.setattr(SafeStream.finish, "__defaults__", (PROCESS_PATIENCE,))  # seconds, not two
-    reading, stream = pipe
-    with os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8") as other:
-        out = safe_stream(stream)
-        error = SafeStream(other, after=out)
-        error.never_wait()
-        for _ in range(200):
-            out.write("said\n")
-        error.write("error\n")
-        error.finish(None)
-        assert os.read(reading, 65536).decode() == "said\n" * 200 + "error\n"
 
 
 def test_a_reader_that_leaves_silences_it(pipe):

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import shlex
 import signal
 import sys
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import thinwire
 from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
@@ -44,53 +43,41 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 done, 2..10 by kind of error, 130 interrupted. A reader that goes away, as
     `head` does, changes none of them.
     """
-    out = _safe(sys.stdout)
-    error = _safe(sys.stderr, after=out)
+    out, error = SafeStream(sys.stdout), SafeStream(sys.stderr)
     patience = None  # for a reader who comes back to what a command has said
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
-            _run(arguments)
-        except SystemExit as end:
-            if end.code == INTERRUPTED:
+            options = make_parser().parse_args(arguments)
+            options.command(options)
+        except (Exception, KeyboardInterrupt) as problem:
+            if isinstance(problem, KeyboardInterrupt):
+                with contextlib.suppress(ValueError):  # which is raised outside the main thread
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must change nothing
+                gc.freeze()  # else Python ends with a search for garbage: all of torch, a second
                 patience = STALLED_SECONDS
-            raise
+                wait_for_no_reader()
+            with contextlib.suppress(KeyboardInterrupt):
+                out.finish()  # what was said before comes first
+            sys.exit(_explained(problem))
         finally:
             with contextlib.suppress(KeyboardInterrupt):
                 out.finish(patience)  # what breaks only now must not change the exit code
                 error.finish(patience)
 
 
-def _safe(stream: TextIO | None, after: Any = None) -> Any:
-    """The stream as one whose writes cannot fail, even if it was closed from the start."""
-    return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"), after)
-
-
-def _run(arguments: list[str] | None) -> None:
-    try:
-        options = make_parser().parse_args(arguments)
-        options.command(options)
-    except ThinwireError as error:
-        _say("error: ", error, str(error))
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt as error:
-        with contextlib.suppress(ValueError):  # which is raised outside the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
-        wait_for_no_reader()
-        _say("", error, "interrupted")
-        gc.freeze()  # else Python ends with a search for garbage: all of torch, a second or more
-        sys.exit(INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        print("error: internal error; please report the lines above", file=sys.stderr)
-        sys.exit(1)
-
-
-def _say(start: str, error: BaseException, text: str) -> None:
-    """An error as its own lines, with the notes that it gathered on its way; it may quote a file of
-    another's, whose control characters a terminal would obey.
-    """
-    told = "\n".join([start + text, *getattr(error, "__notes__", [])])
+def _explained(error: BaseException) -> int:
+    """Say why a command ends, with the notes that the error gathered on its way; its exit code."""
+    if isinstance(error, ThinwireError):
+        text, code = f"error: {error}", error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        text, code = "interrupted", INTERRUPTED
+    else:
+        traceback.print_exception(error)
+        text, code = "error: internal error; please report the lines above", 1
+    told = "\n".join([text, *getattr(error, "__notes__", [])])
+    # It may quote a file of another's, whose control characters a terminal would obey.
     print(printable(told, LONGEST_ERROR), file=sys.stderr)
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -287,7 +274,3 @@ def _way_on(settings: "Settings") -> str:
     if (folder / "metrics.jsonl").exists():
         return f"no checkpoint was saved: to start again, delete {folder} or set another run.name"
     return ""
-
-
-if __name__ == "__main__":
-    main()

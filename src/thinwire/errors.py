@@ -42,13 +42,11 @@ LAST_RELEASE = "0.1.0"
 class GoneError(ConfigError):
     """Settings of an earlier release, with an option that has gone."""
 
-
-def gone(what: str) -> GoneError:
-    """The refusal of settings with an option that has gone."""
-    return GoneError(
-        f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
-        f"{LAST_RELEASE}: pip install thinwire=={LAST_RELEASE}"
-    )
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
+            f"{LAST_RELEASE}: pip install thinwire=={LAST_RELEASE}"
+        )
 
 
 class DataError(ThinwireError):

@@ -23,10 +23,10 @@ class SafeStream:
     written on a daemon thread, so that a program can end while its reader has stopped.
     """
 
-    def __init__(self, stream: TextIO, after: "SafeStream | None" = None) -> None:
-        """`after`: a stream whose text goes first, for a reader who sees both."""
-        self._stream, self._after = stream, after
-        self._encoding = stream.encoding or "utf-8"
+    def __init__(self, stream: TextIO | None) -> None:
+        """`stream`: None where it was closed from the start."""
+        stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self._stream, self._encoding = stream, stream.encoding or "utf-8"
         self._descriptor: int | None = None  # as of what is kept in memory
         with contextlib.suppress(AttributeError, OSError, ValueError):
             self._descriptor = stream.fileno()
@@ -96,8 +96,6 @@ class SafeStream:
             if lost:
                 gap = f"[note]  {lost} earlier pieces of output were dropped unread\n"
                 text = gap.encode() + text
-            if self._after is not None:
-                self._after.finish()
             self._put(text)
 
 

@@ -38,7 +38,7 @@ def train(
     """
     started = time.monotonic()
     check_devices(settings)
-    neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
+    held = neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
     if is_emulated(settings.run.precision, choose_device(settings.run.device, 0)):
         display.note(EMULATED)
     with (
@@ -61,7 +61,6 @@ def train(
             run_folder=str(folder.resolve()),
             resume=str(origin.resolve()) if origin else "",
         )
-        held = neighbours(stages, peers or stages)
         coordinator = coordinator_of(settings, folder, checkpoint, held)
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (

@@ -44,7 +44,7 @@ def loss_figure(curves: Curves, title: str) -> Figure:
     figure = Figure(figsize=(9, 5), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     points = curves.points()
-    tokens, values = (np.array(points[name], dtype=float) for name in ("tokens", "loss"))
+    tokens, values = points["tokens"], points["loss"]
     each = "each step" if points["size"] == 1 else f"mean of {points['size']} steps"
     reach = len(values) // 40  # the mean takes in about a twentieth of the curve
     thin = {"alpha": 0.35, "linewidth": 0.8} if reach else {"linewidth": 2}

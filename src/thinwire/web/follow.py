@@ -161,7 +161,7 @@ class Sampler:
             if self._is_over:
                 return
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "thinwire.cli", *words],
+                [sys.executable, "-P", "-m", "thinwire", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
