@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import StringIO
@@ -151,8 +152,9 @@ def replay(make_settings, run_in_threads, corpus, tmp_path):
     return make
 
 
-def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay):
-    run, _, stream = replay()
+def test_plots_and_logs_that_fail_cost_no_run_and_a_summary_is_json(replay, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run, _, stream = replay(run__wandb="wires")
     run.follow()
     (run.folder / "plots").write_text("a file where the folder should be")
     run.record.ledger._valid_losses.insert(0, (0, math.inf))
@@ -163,6 +165,7 @@ def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay):
     assert run.finish(math.nan, draws=True)["steps"] == 4
     before, said, _ = stream.getvalue().partition("plots could not be drawn")
     assert said and "all is well" in before
+    assert 'training continues: run.wandb = "wires" needs wandb, which is not' in before
     written = json.loads((run.folder / "summary.json").read_text(), parse_constant=refuse)
     assert written["valid_losses"][0] == [0, None]
     assert (written["steps"], written["total_seconds"]) == (4, None)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from records import step_record
+from thinwire.errors import ConfigError, MissingPackageError
 from thinwire.report import EvaluationRecord, MetricsWriter, metrics
 from waiting import PATIENCE, wait_until
 
@@ -133,52 +134,48 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
 
 
 @pytest.fixture
-def notes(monkeypatch, tmp_path):
-    """What a user is told; nothing of this machine's own account is used."""
+def quiet_wandb(monkeypatch, tmp_path):
+    """Nothing of this machine's own account is used."""
     for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     own = {"HOME": tmp_path, "NETRC": tmp_path / "netrc", "WANDB__SERVICE_WAIT": PATIENCE}
     for name, value in own.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(metrics, "INIT_SECONDS", PATIENCE)
-    yield []
+    yield
     if package := sys.modules.get("wandb"):
         package.teardown()  # it remembers the environment of the first use
 
 
-def open_log(folder, notes):
-    return metrics.WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
-
-
-def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(notes, tmp_path, monkeypatch):
+def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(quiet_wandb, tmp_path, monkeypatch):
     """With the real package: it writes its file, then its run is finished under our feet."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log = open_log(tmp_path, notes)
-    with MetricsWriter(tmp_path, wandb=log) as writer:
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_to_wandb("wires", "first", {"run": {"seed": 7}})
         writer.step(step_record(1))
-        log._run.finish()
-        writer.step(step_record(2))
+        sys.modules["wandb"].run.finish()
+        with pytest.raises(Exception, match="finished"):
+            writer.step(step_record(2))
         writer.step(step_record(3))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for name in (b"loss/train", b"optim/grad_norm", b"seed"):
         wait_until(lambda name=name: name in file.read_bytes())  # a process of its own writes it
     assert f"run-{(tmp_path / metrics.ID_FILE).read_text().strip()}.wandb" == file.name
-    (note,) = notes
-    assert note.startswith("nothing is logged to Weights & Biases, the run continues: ")
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_who_is_not_logged_in_is_told_and_never_asked(notes, tmp_path, monkeypatch):
+def test_who_is_not_logged_in_is_told_and_never_asked(quiet_wandb, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
+    with MetricsWriter(tmp_path) as writer:
+        with pytest.raises(ConfigError, match="run `wandb login`, or set WANDB_MODE=offline"):
+            writer.log_to_wandb("wires", "first", {})
+        monkeypatch.setitem(sys.modules, "wandb", None)  # nor is who has not installed it
+        with pytest.raises(
+            MissingPackageError, match=r'run.wandb = "wires" needs wandb.*\[wandb\]'
+        ):
+            writer.log_to_wandb("wires", "first", {})
         writer.step(step_record(1))
-    monkeypatch.setitem(sys.modules, "wandb", None)  # nor is who has not installed it
-    with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
-        writer.step(step_record(2))
-    login, missing = notes
-    assert "run `wandb login`, or set WANDB_MODE=offline" in login
-    assert 'run.wandb = "wires" needs wandb' in missing and "thinwire[wandb]" in missing
-    assert len(rows(tmp_path)) == 2
+    assert len(rows(tmp_path)) == 1
 
 
 def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, without_tensorboard):

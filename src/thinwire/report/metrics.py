@@ -19,7 +19,7 @@ from typing import IO, Any
 import msgspec
 
 from thinwire.background import on_daemon_thread
-from thinwire.errors import printable
+from thinwire.errors import ConfigError, printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepRecord
@@ -28,72 +28,6 @@ from thinwire.typed import learn_types
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
-
-
-class WandbLog:
-    """One run of a project on Weights & Biases, or none once something has failed."""
-
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        folder: Path,
-        config: dict[str, Any],
-        on_lost: Callable[[str], None],
-    ):
-        self._on_lost = on_lost
-        self._run: Any = None
-        with self._trying():
-            wandb = needs("wandb", "wandb", f'run.wandb = "{project}"')
-            # By the environment and wandb's own files. No questions: a run may have no terminal.
-            is_online = wandb.setup().settings.mode == "online"
-            if is_online and not wandb.login(prompt=False):
-                raise ValueError(
-                    "you are not logged in: run `wandb login`, or set WANDB_MODE=offline and "
-                    "upload with `wandb sync` later"
-                )
-            kept = folder / ID_FILE
-            if not kept.is_file():
-                kept.write_text(secrets.token_hex(8) + "\n")
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                id=kept.read_text().strip(),
-                resume="allow",
-                dir=str(folder),
-                config=config,
-                settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
-            )
-            # Not wandb's own counter, which refuses to go back, as a resumed run may.
-            self._run.define_metric("*", step_metric="step")
-
-    def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log what was measured after so many steps."""
-        with self._trying():
-            if self._run is not None:
-                self._run.log({**scalars, "step": step})
-
-    def close(self) -> None:
-        """Upload what is left, within a minute. May be called twice."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        with self._trying():
-            try:
-                on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
-            except TimeoutError:
-                self._on_lost(
-                    f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
-                    "`wandb sync` uploads them later"
-                )
-
-    @contextlib.contextmanager
-    def _trying(self) -> Any:
-        try:
-            yield
-        except Exception as error:  # the package has many of its own, and they may change
-            self._run = None
-            self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {error}")
 
 
 EVENTS_FILE = "events.jsonl"
@@ -106,28 +40,61 @@ FILE_NAME = "metrics.jsonl"
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """Appends steps and evaluations to a run's folder, each visible to readers at once.
 
-    `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard and `wandb` get
-    the same. A row that a full disk does not take is an OSError and leaves nothing behind; once
-    there is space again, a row of kind "missing" says how many are.
+    `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard gets the same, and
+    a service that fails gets no more. A row that a full disk does not take is an OSError and leaves
+    nothing behind; once there is space again, a row of kind "missing" says how many are.
     """
 
-    def __init__(
-        self, folder: str | Path, resume_step: int | None = None, wandb: WandbLog | None = None
-    ) -> None:
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _drop_after(folder / FILE_NAME, resume_step)
+    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / FILE_NAME
+        _drop_after(path, resume_step)
         self.missing = 0  # rows that could not be written since the last one that was
-        self._file: IO[bytes] = (folder / FILE_NAME).open("ab", buffering=0)
-        self._scalars: Any = None
+        self._opened = contextlib.ExitStack()
+        self._file: IO[bytes] = self._opened.enter_context(path.open("ab", buffering=0))
+        self._logs: list[Callable[[dict[str, float], int], None]] = []
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard hides what earlier event files hold from the purge step on.
             purge = None if resume_step is None else resume_step + 1
-            events = str(folder / "tensorboard")
-            self._scalars = SummaryWriter(events, purge_step=purge, flush_secs=10)
-        self._wandb = wandb
+            events = str(self._folder / "tensorboard")
+            board = SummaryWriter(events, purge_step=purge, flush_secs=10)
+            self._opened.callback(board.close)
+
+            def add(scalars: dict[str, float], step: int) -> None:
+                for name, value in scalars.items():
+                    board.add_scalar(name, value, step)
+
+            self._logs.append(add)
+
+    def log_to_wandb(self, project: str, name: str, config: dict[str, Any]) -> None:
+        """Log to Weights & Biases too, as one run of a project, however often it is resumed."""
+        wandb = needs("wandb", "wandb", f'run.wandb = "{project}"')
+        # By the environment and wandb's own files. No questions: a run may have no terminal.
+        is_online = wandb.setup().settings.mode == "online"
+        if is_online and not wandb.login(prompt=False):
+            raise ConfigError(
+                f'run.wandb = "{project}", but you are not logged in: run `wandb login`, or set '
+                "WANDB_MODE=offline and upload with `wandb sync` later"
+            )
+        kept = self._folder / ID_FILE
+        if not kept.is_file():
+            kept.write_text(secrets.token_hex(8) + "\n")
+        run = wandb.init(
+            project=project,
+            name=name,
+            id=kept.read_text().strip(),
+            resume="allow",
+            dir=str(self._folder),
+            config=config,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
+        )
+        # Not wandb's own counter, which refuses to go back, as a resumed run may.
+        run.define_metric("*", step_metric="step")
+        self._logs.append(lambda scalars, step: run.log({**scalars, "step": step}))
+        self._opened.callback(_finish, run)
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
@@ -155,12 +122,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._plot(scalars, record.step)
 
     def close(self) -> None:
-        """Close the files. May be called twice."""
-        self._file.close()
-        if self._scalars is not None:
-            self._scalars.close()
-        if self._wandb is not None:
-            self._wandb.close()
+        """Close the files, and upload what is left. May be called twice."""
+        self._opened.close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -184,14 +147,23 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
         # where a number is not finite, a gap reads better than a broken axis
         finite = {n: v for n, v in scalars.items() if v is not None and math.isfinite(v)}
-        if self._wandb is not None:
-            self._wandb.add(finite, step)
-        try:
-            for name, value in finite.items() if self._scalars is not None else ():
-                self._scalars.add_scalar(name, value, step)
-        except Exception:  # it has errors of its own, and does not recover from them
-            self._scalars = None
-            raise
+        for log in [*self._logs]:
+            try:
+                log(finite, step)
+            except Exception:  # these packages have many of their own, and do not recover from them
+                self._logs.remove(log)
+                raise
+
+
+def _finish(run: Any) -> None:
+    """End a run of Weights & Biases, which uploads what is left."""
+    try:
+        on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(
+            f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
+            "`wandb sync` uploads them later"
+        ) from None
 
 
 def line_of(kind: str, values: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireEr
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import Curves, WandbLog, without_nan
+from thinwire.report.metrics import Curves, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, bits_per_byte
@@ -191,7 +191,7 @@ class RunRecord:
 
     def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
-        settings = self.settings
+        settings, run = self.settings, self.settings.run
         now, first_step = time.monotonic(), self._resume_step or 0
         if self._earlier is None:
             self._began = now
@@ -201,7 +201,7 @@ class RunRecord:
             waited = now - self._earlier._closed
             self.ledger.go_on(begun.stages, first_step, self._links, waited)
             self._earlier = None
-        header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
+        header = f"# settings of run {run.name}, hash {settings.hash}\n"
         for origin in self._origin.values():
             facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
             header += f"# its weights started from: {facts}\n"
@@ -209,13 +209,11 @@ class RunRecord:
             self.checkpoints.begin()
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
-            run, log = settings.run, None
-            if run.wandb:
-                plain = settings.to_plain()
-                log = WandbLog(run.wandb, run.name, self.folder, plain, self.display.note)
-            self._metrics = MetricsWriter(self.folder, self._resume_step, log)
+            self._metrics = MetricsWriter(self.folder, self._resume_step)
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
+        if run.wandb:
+            self._write(MetricsWriter.log_to_wandb, run.wandb, run.name, settings.to_plain())
 
     def _on_step(self, stage: int, report: Step) -> None:
         record = self.ledger.add_step(stage, report)
@@ -247,7 +245,7 @@ class RunRecord:
         missing = metrics.missing
         try:
             write(metrics, *values)
-        except Exception as error:  # TensorBoard has errors of its own
+        except Exception as error:  # TensorBoard and wandb have many of their own
             if not missing:
                 self.display.note(f"metrics could not be written, training continues: {error}")
         if missing and not metrics.missing:
