@@ -42,7 +42,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
     `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard gets the same, and
     a service that fails gets no more. A row that a full disk does not take is an OSError and leaves
-    nothing behind; once there is space again, a row of kind "missing" says how many are.
+    nothing behind.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
@@ -50,7 +50,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / FILE_NAME
         _drop_after(path, resume_step)
-        self.missing = 0  # rows that could not be written since the last one that was
         self._opened = contextlib.ExitStack()
         self._file: IO[bytes] = self._opened.enter_context(path.open("ab", buffering=0))
         self._logs: list[Callable[[dict[str, float], int], None]] = []
@@ -129,20 +128,15 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self.close()
 
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
-        text = line_of(kind, dataclasses.asdict(record))
-        if self.missing:
-            row = {"kind": "missing", "step": record.step, "rows": self.missing}
-            text = json.dumps(row) + "\n" + text
+        line = line_of(kind, dataclasses.asdict(record)).encode()
         end = os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(text.encode()) < len(text.encode()):
+            if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self.missing += 1
             with contextlib.suppress(OSError):
                 self._file.truncate(end)  # half a line would spoil the next one
             raise
-        self.missing = 0
 
     def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
         # where a number is not finite, a gap reads better than a broken axis

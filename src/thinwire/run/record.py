@@ -63,6 +63,7 @@ class RunRecord:
         self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
         self._metrics: MetricsWriter | None = None
+        self._trouble_of_metrics = ""  # which the last writing had
         self._explosion = ""  # of the loss, as long as it lasts
         self._is_drawing = self._in_haste = False
         self._due = 0.0  # when progress is written again
@@ -240,17 +241,16 @@ class RunRecord:
 
     def _write(self, write: Callable[..., None], *values: Any) -> None:
         """Give the metrics something to write; a full disk costs rows, but not the training."""
-        if (metrics := self._metrics) is None:
+        if self._metrics is None:
             return
-        missing = metrics.missing
+        trouble = ""
         try:
-            write(metrics, *values)
+            write(self._metrics, *values)
         except Exception as error:  # TensorBoard and wandb have many of their own
-            if not missing:
-                self.display.note(f"metrics could not be written, training continues: {error}")
-        if missing and not metrics.missing:
-            gap = f"a row of metrics.jsonl says that {missing} are missing"
-            self.display.note(f"metrics are written again; {gap}")
+            trouble = f"metrics could not be written, training continues: {error}"
+        if trouble and trouble != self._trouble_of_metrics:
+            self.display.note(trouble)
+        self._trouble_of_metrics = trouble
 
     def _write_progress(self, is_last: bool = False) -> None:
         """Keep how the run works, for whoever looks on; in a hundredth of this thread's time."""
