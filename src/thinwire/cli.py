@@ -188,16 +188,15 @@ def train_command(options: argparse.Namespace) -> None:
     from thinwire.settings import load_settings
 
     config, resume = options.config, options.resume
-    if config is None:  # `train --resume X` names one thing for both
-        if resume is None or resume is NEWEST:
-            raise ConfigError(
-                "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
-            )
-        if resume.is_dir():
-            above = resume, *resume.parents[:2]
-            config = next((p for p in above if (p / "config.toml").is_file()), resume)
-        else:  # argparse took the config for the value of --resume
-            config, resume = resume, NEWEST
+    if config is None and resume in (None, NEWEST):
+        raise ConfigError(
+            "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
+        )
+    if config is None and resume.is_dir():  # `train --resume X` names one thing for both
+        above = resume, *resume.parents[:2]
+        config = next((p for p in above if (p / "config.toml").is_file()), resume)
+    elif config is None:  # argparse took the config for the value of --resume
+        config, resume = resume, NEWEST
     settings = load_settings(config, overrides(options), options.allow_plugins)
     if resume is NEWEST:
         resume = config if config.is_dir() else settings.run.folder

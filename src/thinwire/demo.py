@@ -51,8 +51,7 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
         print("What the thin model writes after this short training:")
         print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
-    for line in conclusion(summaries):
-        print(line)
+    print(*conclusion(summaries), sep="\n")
     picture = _draw(summaries)
     print()
     if picture is not None:
@@ -95,8 +94,8 @@ def _draw(summaries: Mapping[str, Summary]) -> Path | None:
         from thinwire.report.plots import steps_figure  # slow to import
 
         plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
-        files, path = [folder / "step.json" for folder in plots], plots[0] / "compare.png"
-        timelines = [msgspec.json.decode(one.read_bytes(), type=Timeline) for one in files]
+        kept, path = [(one / "step.json").read_bytes() for one in plots], plots[0] / "compare.png"
+        timelines = [msgspec.json.decode(one, type=Timeline) for one in kept]
         steps_figure(timelines, "One step of each run").savefig(path)
         return path
     return None

@@ -99,13 +99,6 @@ class SafeStream:
             self._put(text)
 
 
-def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
-    """The stream as a safe one that never waits; one object for each stream keeps its order."""
-    safe = stream if isinstance(stream, SafeStream) else SafeStream(stream)
-    safe.never_wait()
-    return safe
-
-
 def wait_for_no_reader() -> None:
     """From now on neither standard output nor errors wait: whoever reads must not stop a run."""
     for stream in (sys.stdout, sys.stderr):

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from thinwire.report.human import amount, duration, loss_text, percent
 from thinwire.report.records import EvaluationRecord, StepRecord
-from thinwire.safe_stream import safe_stream
+from thinwire.safe_stream import SafeStream
 
 _TAG_WIDTH = len("[train]")
 _LINE_INTERVAL, _PANEL_INTERVAL = 2.0, 0.25  # seconds between two lines or drawings of one thing
@@ -67,8 +67,13 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
     and the last always appear. A step that was held back comes before a phase or a note.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = safe_stream(stream), clock
+    def __init__(
+        self, stream: TextIO | SafeStream, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # One object for each stream keeps its order.
+        self._stream = stream if isinstance(stream, SafeStream) else SafeStream(stream)
+        self._stream.never_wait()
+        self._clock = clock
         self._step_due = self._progress_due = -math.inf
         self._latest: StepRecord | None = None
         self._unshown: StepRecord | None = None

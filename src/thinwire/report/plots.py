@@ -61,14 +61,12 @@ def loss_figure(curves: Curves, title: str) -> Figure:
         axes.plot(before, losses, color=_VALID, label="validation", **marks)
     axes.set_xlabel("tokens seen", fontsize=13)
     axes.set_ylabel("loss (nats per token)", fontsize=13)
-    axes.set_title(title, fontsize=14, loc="left", pad=32)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value, 2)))
     axes.tick_params(labelsize=11)
     axes.grid(color="#E0E0E0", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    legend = {"bbox_to_anchor": (0, 1.0), "borderaxespad": 0.2, "fontsize": 11, "frameon": False}
-    axes.legend(loc="lower left", ncols=3, **legend)
+    _head(figure, title)
     return figure
 
 
@@ -90,16 +88,21 @@ def steps_figure(timelines: Sequence[Timeline], title: str = "") -> Figure:
         if title:
             axes.set_title(timeline.title(), fontsize=12, loc="left", pad=4)
     charts[-1].set_xlabel("seconds since the step began on stage 0", fontsize=13)
+    _head(figure, title or timelines[0].title())
+    return figure
+
+
+def _head(figure: Figure, title: str) -> None:
+    """The title, and under it what the colours of all charts mean."""
     named: dict[str, Artist] = {}
-    for axes in charts:
+    for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))
     figure.legend(
-        named.values(), named, title=title or timelines[0].title(), title_fontsize=14,
-        loc="outside upper left", alignment="left", ncols=max(1, len(named)),
+        named.values(), named, title=title, title_fontsize=14, alignment="left",
+        loc="outside upper left", ncols=max(1, len(named)),
         fontsize=11, frameon=False, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
-    return figure
 
 
 def _draw_timeline(axes: Axes, timeline: Timeline) -> None:

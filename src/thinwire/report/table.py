@@ -85,11 +85,10 @@ def _validation(summary: Summary) -> str:
     losses = summary["valid_losses"]
     if not losses:
         return ABSENT
-    (first_step, first), (last_step, last) = losses[0], losses[-1]
-    loss, steps = loss_text(last), f"step {last_step:,}"
-    if len(losses) > 1:  # one alone may be of the start of an interrupted run
-        loss, steps = f"{loss_text(first)} -> {loss}", f"step {first_step:,} -> {last_step:,}"
-    return f"{loss} nats per token ({steps}), of {summary['valid_tokens']:,} tokens"
+    ends = [*losses[:1], *losses[1:][-1:]]  # one alone may be of the start of an interrupted run
+    loss = " -> ".join(loss_text(loss) for _, loss in ends)
+    steps = " -> ".join(f"{step:,}" for step, _ in ends)
+    return f"{loss} nats per token (step {steps}), of {summary['valid_tokens']:,} tokens"
 
 
 def _training(summary: Summary) -> str:
