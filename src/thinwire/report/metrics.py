@@ -25,20 +25,18 @@ from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.typed import learn_types
 
+FILE_NAME, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
+SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
+_LONGEST = 2000  # characters of one
+_END_BYTES = 1 << 20  # of a file, in which its last step is looked for
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
 
 
-EVENTS_FILE = "events.jsonl"
-SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
-_LONGEST = 2000  # characters of one
-_END_BYTES = 1 << 20  # of a file, in which its last step is looked for
-FILE_NAME = "metrics.jsonl"
-
-
-class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
-    """Appends steps and evaluations to a run's folder, each visible to readers at once.
+class MetricsWriter(contextlib.ExitStack):
+    """Appends steps and evaluations to a run's folder, each visible to readers at once, until all
+    that is open is closed.
 
     `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard gets the same, and
     a service that fails gets no more. A row that a full disk does not take is an OSError and leaves
@@ -46,12 +44,12 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+        super().__init__()
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / FILE_NAME
         _drop_after(path, resume_step)
-        self._opened = contextlib.ExitStack()
-        self._file: IO[bytes] = self._opened.enter_context(path.open("ab", buffering=0))
+        self._file: IO[bytes] = self.enter_context(path.open("ab", buffering=0))
         self._logs: list[Callable[[dict[str, float], int], None]] = []
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
@@ -60,7 +58,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
             purge = None if resume_step is None else resume_step + 1
             events = str(self._folder / "tensorboard")
             board = SummaryWriter(events, purge_step=purge, flush_secs=10)
-            self._opened.callback(board.close)
+            self.callback(board.close)
 
             def add(scalars: dict[str, float], step: int) -> None:
                 for name, value in scalars.items():
@@ -93,7 +91,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         # Not wandb's own counter, which refuses to go back, as a resumed run may.
         run.define_metric("*", step_metric="step")
         self._logs.append(lambda scalars, step: run.log({**scalars, "step": step}))
-        self._opened.callback(_finish, run)
+        self.callback(_finish, run)
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
@@ -119,13 +117,6 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         self._append("evaluation", record)
         scalars = {"loss/valid": record.loss, "loss/valid_bits_per_byte": record.bits_per_byte}
         self._plot(scalars, record.step)
-
-    def close(self) -> None:
-        """Close the files, and upload what is left. May be called twice."""
-        self._opened.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
         line = line_of(kind, dataclasses.asdict(record)).encode()
@@ -171,21 +162,14 @@ def without_nan(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # also numpy's numbers
 
 
-def last_step(folder: str | Path) -> StepRecord | None:
+def last_step(folder: str | Path) -> "Row | None":
     """The last step that was written; None where there is none."""
     path = Path(folder) / FILE_NAME
-    unreadable = OSError, msgspec.MsgspecError, UnicodeDecodeError
-    with contextlib.suppress(*unreadable), path.open("rb") as file:
+    with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
-        for line in reversed(file.readlines()):
-            if (row := Row.read(line)) is not None and row.kind == "step":
-                return msgspec.convert(json.loads(line, object_hook=_with_nan), StepRecord)
+        rows = map(Row.read, reversed(file.readlines()))
+        return next((row for row in rows if row is not None and row.kind == "step"), None)
     return None
-
-
-def _with_nan(table: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `without_nan`: null stands for a number that is not finite."""
-    return {key: math.nan if value is None else value for key, value in table.items()}
 
 
 def _drop_after(path: Path, last_step: int | None) -> None:
@@ -206,6 +190,7 @@ class Row(msgspec.Struct):
     step: int
     loss: float | None = None
     tokens: int = 0
+    steps: int = 0
     tokens_per_s: float | None = None
     step_seconds: float | None = None
     bits_per_byte: float | None = None
@@ -220,7 +205,7 @@ class Row(msgspec.Struct):
             return None
 
 
-learn_types(Row, StepRecord)  # which threads of a run read
+learn_types(Row)  # which threads of a run read
 
 
 def lines_of(folder: str | Path) -> Iterator[bytes]:
