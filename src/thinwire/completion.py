@@ -27,15 +27,7 @@ _thinwire() {{
 }}
 complete -o default -F _thinwire thinwire
 """
-_ZSH = """
-_thinwire_settings() {{
-    if [[ $PREFIX == *=* ]]; then
-        compset -P '*='; _files
-    else
-        compadd -S '' -- {names}
-    fi
-}}
-"""
+_ZSH = "_thinwire_settings() {{ compadd -S '' -- {names}; }}"
 
 
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:

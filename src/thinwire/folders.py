@@ -3,6 +3,7 @@ content is forced to the disk under another name first, then one rename gives it
 """
 
 import fcntl
+import functools
 import glob
 import itertools
 import os
@@ -43,9 +44,8 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
             private_folder(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.unlink(missing_ok=True)  # of a killed process that had our number
-        mode = 0o600 if private else 0o666
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
+        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
+        with open(fresh, "xb", opener=opener) as file:
             file.write(content)
         flush(fresh)
         fresh.replace(path)
