@@ -58,14 +58,3 @@ def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     assert "earlier pieces of output were dropped unread\n" in text
     assert len(text) < 110_000
     assert text.splitlines()[-1].startswith("line 004999")
-
-
-def test_a_reader_that_leaves_silences_it(pipe):
-    reading, stream = pipe
-    safe = never_waiting(stream)
-    nobody = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nobody, reading)  # the last reading end is gone
-    os.close(nobody)
-    for _ in range(3):
-        safe.write("text\n")
-        safe.finish(None)

@@ -4,7 +4,6 @@ import struct
 
 from records import step_record
 from thinwire import report
-from thinwire.report import metrics
 from thinwire.report.metrics import Curves, line_of
 from thinwire.report.plots import DPI, loss_figure, steps_figure
 
@@ -67,17 +66,6 @@ def test_loss_figure_has_the_curves_over_tokens():
     assert "tokens" in axes.get_xlabel()
     assert legend.get_title().get_text() == "demo: loss"
     assert len(legend.get_texts()) == 2, "so short a curve is its own running mean"
-
-
-def test_a_very_long_curve_is_thinned(monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_POINTS", 64)
-    long = curves(*(step_record(k, loss=float(k % 2)) for k in range(1, 1001)))
-    points = long.points()
-    assert points["size"] == 16 and len(points["loss"]) == 63
-    assert set(points["loss"]) == {0.5}, "a point is the mean of its steps"
-    assert points["tokens"][-1] == 1000 * 4096, "the curve reaches to the last step"
-    (axes,) = loss_figure(long, "demo: loss").axes
-    assert axes.lines[0].get_label() == "training, mean of 16 steps"
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path):
