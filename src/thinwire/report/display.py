@@ -86,7 +86,6 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
         indented = ("\n" + " " * (_TAG_WIDTH + 1)).join(text.splitlines())
         lines = f"{padded_tag(tag)} {indented}".split("\n")
         self._stream.write("".join(line.rstrip() + "\n" for line in lines))
-        self._stream.flush()
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         if done < total and self._clock() < self._progress_due:
