@@ -57,11 +57,10 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
         raise
 
 
-def private_folder(folder: Path) -> Path:
+def private_folder(folder: Path) -> None:
     """Make sure that there is such a folder, and that it is this user's alone."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)  # it may have been there, or the umask may say less
-    return folder
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

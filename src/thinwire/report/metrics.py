@@ -43,11 +43,10 @@ class MetricsWriter(contextlib.ExitStack):
     nothing behind.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         super().__init__()
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / FILE_NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, path = folder, folder / FILE_NAME
         _drop_after(path, resume_step)
         self._file: IO[bytes] = self.enter_context(path.open("ab", buffering=0))
         self._logs: list[Callable[[dict[str, float], int], None]] = []
@@ -56,8 +55,7 @@ class MetricsWriter(contextlib.ExitStack):
 
             # TensorBoard hides what earlier event files hold from the purge step on.
             purge = None if resume_step is None else resume_step + 1
-            events = str(self._folder / "tensorboard")
-            board = SummaryWriter(events, purge_step=purge, flush_secs=10)
+            board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
             self.callback(board.close)
 
             def add(scalars: dict[str, float], step: int) -> None:
@@ -162,9 +160,9 @@ def without_nan(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # also numpy's numbers
 
 
-def last_step(folder: str | Path) -> "Row | None":
+def last_step(folder: Path) -> "Row | None":
     """The last step that was written; None where there is none."""
-    path = Path(folder) / FILE_NAME
+    path = folder / FILE_NAME
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         rows = map(Row.read, reversed(file.readlines()))
@@ -208,9 +206,9 @@ class Row(msgspec.Struct):
 learn_types(Row)  # which threads of a run read
 
 
-def lines_of(folder: str | Path) -> Iterator[bytes]:
+def lines_of(folder: Path) -> Iterator[bytes]:
     """The lines of a run's record, one by one: a long run need not fit into memory."""
-    with contextlib.suppress(FileNotFoundError), (Path(folder) / FILE_NAME).open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), (folder / FILE_NAME).open("rb") as file:
         yield from file
 
 
@@ -232,7 +230,7 @@ class Curves:
         self._open: list[tuple[float, ...]] = []  # steps of the next one
 
     @classmethod
-    def read(cls, folder: str | Path) -> "Curves":
+    def read(cls, folder: Path) -> "Curves":
         """Those that a run has written to its folder."""
         curves = cls()
         for line in lines_of(folder):
