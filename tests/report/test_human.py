@@ -9,7 +9,7 @@ SPOKEN = {
                         (10_200_000, "10.2 MB"), (3e9, "3.0 GB"), (5e18, "5000.0 PB"),
                         # would round to the four digits of "1000.0 kB"
                         (999_950, "1.0 MB"), (math.nan, "-")],
-    human.human_count: [(0, "0"), (500, "500"), (1e9, "1B"), (math.inf, "-")],
+    human.human_count: [(0, "0"), (500, "500"), (1e9, "1B")],
     human.duration: [(0.4, "0s"), (45, "45s"), (192, "3m12s"), (3599.7, "1h00m"), (7500, "2h05m"),
                      (59.6, "1m00s"),  # rounded before it is split, never "0m60s"
                      (3 * 86400 + 4 * 3600, "3d04h"), (-3, "0s"), (math.nan, "-"), (math.inf, "-")],

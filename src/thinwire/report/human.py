@@ -31,8 +31,6 @@ def human_flops(rate: float) -> str:
 
 def human_count(count: float, decimals: int = 1) -> str:
     """A count of tokens or samples: 1_500_000 is "1.5M", a billion is "1B"."""
-    if not math.isfinite(count):
-        return ABSENT
     value, suffix = _scaled(count, ("", "k", "M", "B", "T"))
     text = f"{value:.{decimals}f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text) + suffix
