@@ -42,7 +42,7 @@ def steps(folder):
     return [row["step"] for row in rows(folder) if row["kind"] == "step"]
 
 
-def write_run(folder, last_step, first_step=1, resume_step=None):
+def write_run(folder, last_step, first_step=1, resume_step=0):
     with MetricsWriter(folder, resume_step=resume_step) as writer:
         for step in range(first_step, last_step + 1):
             writer.step(step_record(step))

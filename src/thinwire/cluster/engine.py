@@ -213,7 +213,7 @@ def run(
         display.phase("start", f"{world}; links are not emulated{source}")
         record = None
         if world.leads:
-            record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
+            record = RunRecord(settings, folder, data, checkpoint, display)
         losses = watch_losses(settings, folder, checkpoint)
         return Rank(trainer, record, losses).live(started)
 

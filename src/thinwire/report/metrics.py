@@ -38,12 +38,12 @@ class MetricsWriter(contextlib.ExitStack):
     """Appends steps and evaluations to a run's folder, each visible to readers at once, until all
     that is open is closed.
 
-    `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard gets the same, and
-    a service that fails gets no more. A row that a full disk does not take is an OSError and leaves
+    What an interrupted run wrote after `resume_step` is dropped. TensorBoard gets the same, and a
+    service that fails gets no more. A row that a full disk does not take is an OSError and leaves
     nothing behind.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
         super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, path = folder, folder / FILE_NAME
@@ -54,8 +54,8 @@ class MetricsWriter(contextlib.ExitStack):
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard hides what earlier event files hold from the purge step on.
-            purge = None if resume_step is None else resume_step + 1
-            board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
+            place, purge = str(folder / "tensorboard"), resume_step + 1
+            board = SummaryWriter(place, purge_step=purge, flush_secs=10)
             self.callback(board.close)
 
             def add(scalars: dict[str, float], step: int) -> None:
@@ -170,13 +170,13 @@ def last_step(folder: Path) -> "Row | None":
     return None
 
 
-def _drop_after(path: Path, last_step: int | None) -> None:
+def _drop_after(path: Path, last_step: int) -> None:
     """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
     kept = end = 0
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         for line in file:
             end, row = end + len(line), Row.read(line) if line.endswith(b"\n") else None
-            if row is not None and (last_step is None or row.step <= last_step):
+            if row is not None and row.step <= last_step:
                 kept = end
         file.truncate(kept)
 

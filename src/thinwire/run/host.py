@@ -348,7 +348,7 @@ class _Hosting(Base):
         machines = {member.name: member.machine for member in self.members.all()}
         links = links_of([machines.get(name, Machine()) for name in seats])
         display, data, before = self.display, self.data, self.record
-        record = RunRecord(settings, folder, data, checkpoint, display, True, before, links)
+        record = RunRecord(settings, folder, data, checkpoint, display, before, links)
 
         def show_last_checkpoint(done: int, total: int) -> None:
             """While training goes on, checkpoints travel unseen; at its end one is waited for."""

@@ -47,18 +47,15 @@ class RunRecord:
         data: Corpus,
         resumed: Checkpoint | None,
         display: Display,
-        goes_on: bool = False,
         earlier: "RunRecord | None" = None,
         links: Links | None = None,
     ):
-        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed.
-        `earlier`: the record of the epoch before. `links`: as a Ledger takes them.
-        """
+        """`earlier`: the record of the epoch before. `links`: as a Ledger takes them."""
         self.settings, self.folder, self.display = settings, folder, display
         self.checkpoints = Checkpoints(settings, folder, data, resumed, display)
         self.is_over = False  # its stages are done; results are left to write
         self._feed = Feed(data, settings, torch.device("cpu"))
-        self._resume_step = resumed.step if resumed else 0 if goes_on else None
+        self._first_step = resumed.step if resumed else 0
         self._origin = origin_in(resumed)
         self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
@@ -193,7 +190,7 @@ class RunRecord:
     def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
         settings, run = self.settings, self.settings.run
-        now, first_step = time.monotonic(), self._resume_step or 0
+        now, first_step = time.monotonic(), self._first_step
         if self._earlier is None:
             self._began = now
             self.ledger = Ledger(settings, begun.stages, first_step, self._links)
@@ -210,7 +207,7 @@ class RunRecord:
             self.checkpoints.begin()
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
-            self._metrics = MetricsWriter(self.folder, self._resume_step)
+            self._metrics = MetricsWriter(self.folder, first_step)
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
         if run.wandb:
