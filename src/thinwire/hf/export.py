@@ -477,11 +477,10 @@ def _losses(checkpoint: Checkpoint) -> dict[str, str]:
     kinds = {"step": "training", "evaluation": "validation"}
     if checkpoint.folder.parent != checkpoints_folder(run):
         return found
-    with contextlib.suppress(OSError):  # a card is not worth failing for
-        for row in filter(None, map(Row.read, lines_of(run))):
-            if (kind := kinds.get(row.kind)) and row.step <= checkpoint.step:
-                loss = math.nan if row.loss is None else row.loss
-                found[f"{kind} loss"] = f"{loss:.4f} (step {row.step:,})"
+    for row in filter(None, map(Row.read, lines_of(run))):
+        if (kind := kinds.get(row.kind)) and row.step <= checkpoint.step:
+            loss = math.nan if row.loss is None else row.loss
+            found[f"{kind} loss"] = f"{loss:.4f} (step {row.step:,})"
     return found
 
 

@@ -207,8 +207,8 @@ learn_types(Row)  # which threads of a run read
 
 
 def lines_of(folder: Path) -> Iterator[bytes]:
-    """The lines of a run's record, one by one: a long run need not fit into memory."""
-    with contextlib.suppress(FileNotFoundError), (folder / FILE_NAME).open("rb") as file:
+    """The lines of a run's record, one by one, as far as it can be read."""
+    with contextlib.suppress(OSError), (folder / FILE_NAME).open("rb") as file:
         yield from file
 
 

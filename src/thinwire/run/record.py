@@ -131,9 +131,7 @@ class RunRecord:
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()
-        latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
-        with contextlib.suppress(OSError):
-            earlier = Curves.read(self.folder).valid
+        latest, earlier = self.checkpoints.latest, Curves.read(self.folder).valid
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
