@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.report import Timeline
 from thinwire.report.human import elapsed, human_bytes
+from thinwire.run.record import read_progress
 from thinwire.settings import Settings, make_recipe
 
 Summary = dict[str, Any]
@@ -90,12 +88,12 @@ def _settings(arm: str, overrides: list[str]) -> Settings:
 
 def _draw(summaries: Mapping[str, Summary]) -> Path | None:
     """The picture of one step of each; None without matplotlib, as the runs have said."""
-    with contextlib.suppress(ImportError, OSError, msgspec.MsgspecError):  # a full disk
+    runs = [read_progress(Path(one["paths"]["folder"])) for one in summaries.values()]
+    path = Path(summaries["thin"]["paths"]["plots"]) / "compare.png"
+    with contextlib.suppress(ImportError, OSError, ValueError):  # a full disk, or one before
         from thinwire.report.plots import steps_figure  # slow to import
 
-        plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
-        kept, path = [(one / "step.json").read_bytes() for one in plots], plots[0] / "compare.png"
-        timelines = [msgspec.json.decode(one, type=Timeline) for one in kept]
+        timelines = [run.timeline for run in runs if run is not None]
         steps_figure(timelines, "One step of each run").savefig(path)
         return path
     return None

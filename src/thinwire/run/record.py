@@ -281,15 +281,12 @@ class RunRecord:
                 raise Interrupted
             plots, name = self.folder / "plots", self.settings.run.name
             plots.mkdir(exist_ok=True)
-            timeline = self.ledger.typical_step() if self.ledger.records else None
-            if timeline is not None:
-                (plots / "step.json").write_bytes(msgspec.json.encode(timeline) + b"\n")
             needs("matplotlib", extra="plots", what="drawing")
             from thinwire.report.plots import loss_figure, steps_figure  # slow to import
 
             loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
-            if timeline is not None:
-                steps_figure([timeline]).savefig(plots / "step.png")
+            if self.ledger.records:
+                steps_figure([self.ledger.typical_step()]).savefig(plots / "step.png")
         finally:
             self._is_drawing = False
 
