@@ -7,10 +7,10 @@ none waits for one who has stopped reading: the run goes on.
 import contextlib
 import math
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import IO, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -67,13 +67,10 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
     and the last always appear. A step that was held back comes before a phase or a note.
     """
 
-    def __init__(
-        self, stream: TextIO | SafeStream, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO | SafeStream) -> None:
         # One object for each stream keeps its order.
         self._stream = stream if isinstance(stream, SafeStream) else SafeStream(stream)
         self._stream.never_wait()
-        self._clock = clock
         self._step_due = self._progress_due = -math.inf
         self._latest: StepRecord | None = None
         self._unshown: StepRecord | None = None
@@ -88,15 +85,15 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
         self._stream.write("".join(line.rstrip() + "\n" for line in lines))
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
-        if done < total and self._clock() < self._progress_due:
+        if done < total and monotonic() < self._progress_due:
             return
-        self._progress_due = self._clock() + _LINE_INTERVAL
+        self._progress_due = monotonic() + _LINE_INTERVAL
         share = percent(done / total if total else 1.0)
         self._line(tag, f"{share:>5}  {amount(done, total, unit)}")
 
     def step(self, record: StepRecord) -> None:
         self._latest = self._unshown = record
-        if record.step >= record.steps or self._clock() >= self._step_due:
+        if record.step >= record.steps or monotonic() >= self._step_due:
             self._show_step()
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -115,7 +112,7 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
     def _show_step(self) -> None:
         record, self._unshown = self._unshown, None
         if record is not None:
-            self._step_due = self._clock() + _LINE_INTERVAL
+            self._step_due = monotonic() + _LINE_INTERVAL
             self._line(
                 "train",
                 f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
@@ -150,10 +147,8 @@ class LiveDisplay(PlainDisplay):
     changes when something is reported, at most four times a second: there is no refresh thread.
     """
 
-    def __init__(
-        self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(cast(TextIO, console.file), clock)
+    def __init__(self, console: Console, run: str) -> None:
+        super().__init__(cast(TextIO, console.file))
         console.file = cast(IO[str], self._stream)
         self._console, self._run = console, run
         self._work: RenderableType | None = None
@@ -198,9 +193,9 @@ class LiveDisplay(PlainDisplay):
         self._console.print(Text.assemble(_tag(tag), " ", text), soft_wrap=is_long)
 
     def _draw(self, at_once: bool = False) -> None:
-        if not at_once and self._clock() < self._due:
+        if not at_once and monotonic() < self._due:
             return
-        self._due = self._clock() + _PANEL_INTERVAL
+        self._due = monotonic() + _PANEL_INTERVAL
         self._live.start()
         self._live.refresh()
 
