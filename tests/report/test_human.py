@@ -16,7 +16,7 @@ SPOKEN = {
     # three digits
     human.elapsed: [(0, "0.000 s"), (0.4123, "0.412 s"), (0.9996, "1.00 s"), (1.234, "1.23 s"),
                     (9.996, "10.0 s"), (13.84, "13.8 s"), (59.94, "59.9 s"), (59.96, "1m00s"),
-                    (192, "3m12s"), (None, "-"), (math.nan, "-")],
+                    (192, "3m12s")],
     human.percent: [(0.625, "62 %"), (None, "-"), (math.nan, "-")],
     human.loss_text: [(3.45678, "3.4568"), (math.nan, "NaN"), (math.inf, "infinite"),
                       (-math.inf, "infinite"), (None, "-")],

@@ -48,10 +48,8 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
-def elapsed(seconds: float | None) -> str:
+def elapsed(seconds: float) -> str:
     """A measured time to three digits, "13.8 s"; from a minute on as `duration` has it."""
-    if seconds is None or not math.isfinite(seconds):
-        return ABSENT
     if seconds >= 59.95:
         return duration(seconds)
     return f"{seconds:.{1 if seconds >= 9.995 else 2 if seconds >= 0.9995 else 3}f} s"

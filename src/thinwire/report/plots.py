@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from thinwire.report.human import finite_mean, human_count
 from thinwire.report.metrics import Curves
@@ -61,7 +60,7 @@ def loss_figure(curves: Curves, title: str) -> Figure:
         axes.plot(before, losses, color=_VALID, label="validation", **marks)
     axes.set_xlabel("tokens seen", fontsize=13)
     axes.set_ylabel("loss (nats per token)", fontsize=13)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_count(value, 2)))
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value, 2))
     axes.tick_params(labelsize=11)
     axes.grid(color="#E0E0E0", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -74,15 +73,13 @@ def steps_figure(timelines: Sequence[Timeline], title: str = "") -> Figure:
     """Per stage a lane of computing and waiting, and under it a thin lane of sending; runs one
     below the other, on the scale of the longest. Without a title that of the run is the figure's.
     """
-    rows = [max(1, len(timeline.stages)) for timeline in timelines]
+    rows = [len(timeline.stages) for timeline in timelines]
     height = 1.9 + 0.8 * sum(rows) + (0.45 * len(rows) if title else 0)
     figure = Figure(figsize=(_WIDTH, height), dpi=DPI, layout="constrained")
     shared: Any = {"sharex": True, "squeeze": False, "height_ratios": rows}
     charts = figure.subplots(len(rows), **shared)[:, 0]
     spans = [span for timeline in timelines for span in timeline.spans]
-    first = min((span.start for span in spans), default=0.0)
-    last = max((span.end for span in spans), default=1.0)
-    charts[0].set_xlim(first, last)
+    charts[0].set_xlim(min(span.start for span in spans), max(span.end for span in spans))
     for axes, timeline in zip(charts, timelines, strict=True):
         _draw_timeline(axes, timeline)
         if title:
@@ -111,11 +108,11 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
         below = _SEND_OFFSET if lane == "send" else 0
         for kind, colour in _COLOURS.items():
             spans = [s for s in timeline.spans if s.lane == lane and _kind(s) == kind]
+            if not spans:
+                continue
             middles, starts = [rows[s.stage] + below for s in spans], [s.start for s in spans]
             lengths = np.array([s.end - s.start for s in spans])
             name = f"send {kind}" if lane == "send" else kind
-            if not spans:
-                continue
             bars = axes.barh(middles, lengths, left=starts, facecolor=colour, label=name, **look)
             if lane == "compute":  # numbers of microbatches, where there is room
                 numbers = [s.label[1:] for s in spans]
