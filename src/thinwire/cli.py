@@ -26,9 +26,7 @@ if TYPE_CHECKING:  # commands import what they need when they run: --help stays 
 
 Command = Callable[[argparse.Namespace], None]
 
-INTERRUPTED = 130
 LAB = "thinwire_lab"  # the package of experiments, where it is installed
-LONGEST_ERROR = 100_000  # characters
 NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 INIT_HEADER = """\
 # Settings of a thinwire run, every key explained. Delete what you do not change.
@@ -70,13 +68,13 @@ def _explained(error: BaseException) -> int:
     if isinstance(error, ThinwireError):
         text, code = f"error: {error}", error.exit_code
     elif isinstance(error, KeyboardInterrupt):
-        text, code = "interrupted", INTERRUPTED
+        text, code = "interrupted", 130
     else:
         traceback.print_exception(error)
         text, code = "error: internal error; please report the lines above", 1
     told = "\n".join([text, *getattr(error, "__notes__", [])])
     # It may quote a file of another's, whose control characters a terminal would obey.
-    print(printable(told, LONGEST_ERROR), file=sys.stderr)
+    print(printable(told, 100_000), file=sys.stderr)
     return code
 
 

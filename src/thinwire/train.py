@@ -18,11 +18,6 @@ from thinwire.run.signals import heeding, leave_at_once
 from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
 
-EMULATED = (
-    "this CPU has no instructions for bf16 and emulates it, which takes a hundred times as long as "
-    'fp32 or longer: set run.precision = "fp32"'
-)
-
 
 def train(
     settings: Settings,
@@ -40,7 +35,10 @@ def train(
     check_devices(settings)
     held = neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
     if is_emulated(settings.run.precision, choose_device(settings.run.device, 0)):
-        display.note(EMULATED)
+        display.note(
+            "this CPU has no instructions for bf16 and emulates it, which takes a hundred times as "
+            'long as fp32 or longer: set run.precision = "fp32"'
+        )
     with (
         heeding(leave_at_once),
         opened(settings, display, resume, allow_plugins) as (settings, checkpoint, weights),

@@ -27,8 +27,6 @@ from thinwire.typed import learn_types
 
 FILE_NAME, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
-_LONGEST = 2000  # characters of one
-_END_BYTES = 1 << 20  # of a file, in which its last step is looked for
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
@@ -162,12 +160,9 @@ def without_nan(value: Any) -> Any:
 
 def last_step(folder: Path) -> "Row | None":
     """The last step that was written; None where there is none."""
-    path = folder / FILE_NAME
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        rows = map(Row.read, reversed(file.readlines()))
-        return next((row for row in rows if row is not None and row.kind == "step"), None)
-    return None
+    rows = map(Row.read, lines_of(folder))
+    steps = (row for row in rows if row is not None and row.kind == "step")
+    return max(steps, key=lambda row: row.step, default=None)
 
 
 def _drop_after(path: Path, last_step: int) -> None:
@@ -292,6 +287,6 @@ def tell(folder: Path, kind: str, text: str) -> None:
     """
     if kind in SECRETS:
         return
-    line = line_of(kind, {"text": printable(text, _LONGEST)})
+    line = line_of(kind, {"text": printable(text, 2000)})
     with contextlib.suppress(OSError), (folder / EVENTS_FILE).open("ab", buffering=0) as file:
         file.write(line.encode())  # whole, so that lines of several threads do not mix
