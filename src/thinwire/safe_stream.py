@@ -34,8 +34,7 @@ class SafeStream:
         self._is_waiting, self._is_idle = True, True
         self._held: collections.deque[bytes] = collections.deque(maxlen=_MOST_HELD)
         self._dropped = 0  # texts, since the last one that was written
-        self._lock = threading.RLock()
-        self._more, self._read = (threading.Condition(self._lock) for _ in range(2))
+        self._changed = threading.Condition()
 
     def never_wait(self) -> None:
         """From now on `write` returns at once, whatever the reader does."""
@@ -49,11 +48,11 @@ class SafeStream:
         if self._is_waiting:
             self._put(encoded)
         elif encoded:
-            with self._lock:  # until the reader takes it; the oldest gives way where it is too much
+            with self._changed:  # the oldest gives way where a reader takes too little
                 self._dropped += len(self._held) == _MOST_HELD
                 self._held.append(encoded)
                 self._is_idle = False
-                self._more.notify()
+                self._changed.notify_all()
         return len(text)
 
     def flush(self) -> None:
@@ -61,8 +60,8 @@ class SafeStream:
 
     def finish(self, patience: float | None = STALLED_SECONDS) -> None:
         """Wait until everything is read, or until the reader pauses for so long; None: any time."""
-        with self._lock:
-            while not self._is_idle and self._read.wait(patience):
+        with self._changed:
+            while not self._is_idle and self._changed.wait(patience):
                 pass
 
     def __getattr__(self, name: str) -> Any:
@@ -81,16 +80,16 @@ class SafeStream:
                 while text:
                     text = text[os.write(self._descriptor, text) :]
             except OSError:  # a broken pipe, a full disk, a hung-up terminal
-                # All else goes nowhere, also what is still buffered, else the program's end fails.
+                # All else goes nowhere, also what is still buffered: the program's end would fail.
                 with open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), self._descriptor)
 
     def _work(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
                 self._is_idle = not self._held
-                self._read.notify_all()
-                self._more.wait_for(lambda: self._held)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._held)
                 text, lost = self._held.popleft(), self._dropped
                 self._dropped = 0
             if lost:
