@@ -44,17 +44,14 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         print(f"{number} of {len(arms)}: {arm}")
         summaries[arm] = train(settings)
         print()
-    if checkpoint := summaries["thin"]["paths"]["checkpoint"]:
-        model = Model(Path(checkpoint), "cpu")
-        text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
-        print("What the thin model writes after this short training:")
-        print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
-    print(*conclusion(summaries), sep="\n")
-    picture = _draw(summaries)
-    print()
-    if picture is not None:
-        print(f"One step of each, on one scale of time: {picture}")
-    print(f"More text:       thinwire generate {summaries['thin']['paths']['folder']}")
+    thin = summaries["thin"]["paths"]
+    model = Model(Path(thin["checkpoint"]), "cpu")
+    text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
+    print("What the thin model writes after this short training:")
+    print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
+    print(*conclusion(summaries), "", sep="\n")
+    _draw(summaries, Path(thin["plots"]) / "compare.png")
+    print(f"More text:       thinwire generate {thin['folder']}")
     print("Your own run:    thinwire init run.toml")
 
 
@@ -86,14 +83,12 @@ def _settings(arm: str, overrides: list[str]) -> Settings:
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 
 
-def _draw(summaries: Mapping[str, Summary]) -> Path | None:
-    """The picture of one step of each; None without matplotlib, as the runs have said."""
+def _draw(summaries: Mapping[str, Summary], path: Path) -> None:
+    """Draw one step of each; not without matplotlib, as the runs have said."""
     runs = [read_progress(Path(one["paths"]["folder"])) for one in summaries.values()]
-    path = Path(summaries["thin"]["paths"]["plots"]) / "compare.png"
+    timelines = [run.timeline for run in runs if run is not None]
     with contextlib.suppress(ImportError, OSError, ValueError):  # a full disk, or one before
         from thinwire.report.plots import steps_figure  # slow to import
 
-        timelines = [run.timeline for run in runs if run is not None]
         steps_figure(timelines, "One step of each run").savefig(path)
-        return path
-    return None
+        print(f"One step of each, on one scale of time: {path}")
