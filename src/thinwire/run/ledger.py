@@ -13,7 +13,7 @@ import numpy as np
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report import (
+from thinwire.report.records import (
     EvaluationRecord,
     LinkRecord,
     StageRecord,
