@@ -5,7 +5,7 @@ They read at 80 columns, without colour and in ASCII. "-" stands for a number th
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def _took(summary: Summary) -> Iterator[tuple[str, str]]:
             "first": ", which include the warm-up",
         }[timed["which"]]
         steps = f"{count:,} step{'s' if count > 1 else ''} of {timed['tokens_per_step']:,} tokens"
-        speed = f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s"
+        speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         yield "speed", f"{speed}: {steps} in {elapsed(timed['seconds'])}{left_out}"
     waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts["waiting"] else ""
     told = (
@@ -123,14 +123,13 @@ def _sent(summary: Summary) -> Iterator[tuple[str, str]]:
         control = human_bytes(summary["control_bytes"])
         yield "control stream", f"{control} between stages and coordinator, not at the cuts"
     if moved := summary.get("beside_bytes"):  # checkpoints, states and ids of other machines
-        yield (
-            "beside the cuts",
-            ", ".join(f"{human_bytes(n)} of {what}" for what, n in moved.items()),
-        )
+        parts = (f"{human_bytes(size)} of {what}" for what, size in moved.items())
+        yield "beside the cuts", ", ".join(parts)
     if (busy := percent(summary["link_utilisation"])) != ABSENT:
         yield "busiest uplink", f"sends {busy} of the time"
     if space := summary["space"]:
-        yield "subspace drift", f"{_number(space['largest_drift'], '.1e')} at most"
+        if (drift := space["largest_drift"]) is not None:
+            yield "subspace drift", f"{drift:.1e} at most"
         if moves := space["moves"]:
             before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
             yield "basis moves", f"{len(moves):,}, captured energy {before} -> {after}"
@@ -138,13 +137,13 @@ def _sent(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _cut_table(summary: Summary) -> RenderableType:
     names = "forward", "backward", "dense bf16\none way", "bytes vs\ndense bf16", "busier\nuplink"
-    table = plain_table("Bytes per token at each cut", "cut", "stages", *number_columns(*names))
+    table = plain_table("Bytes per token at each cut", "cut", "stages", numbers=names)
     for row in summary["cuts"]:
         sizes = (row[f"{name}_bytes_per_token"] for name in ("forward", "backward", "bf16"))
         table.add_row(
             str(row["cut"]),
             f"{row['cut']}, {row['cut'] + 1}",
-            *(_number(size, ",.1f") for size in sizes),
+            *(f"{size:,.1f}" for size in sizes),
             saving(row["ratio_vs_bf16"]),
             percent(row["link_utilisation"]),
         )
@@ -156,18 +155,12 @@ def _time_table(summary: Summary) -> RenderableType:
     rows = summary["time_shares"]
     waits = [why for why in rows[0]["wait_for"] if any(r["wait_for"][why] >= 5e-4 for r in rows)]
     names = ["compute", "update", *(f"wait for\n{why}" for why in waits), "other"]
-    table = plain_table("Where the time of a step went", "stage", *number_columns(*names))
+    table = plain_table("Where the time of a step went", "stage", numbers=names)
     for row in rows:
         waited = [row["wait_for"][why] for why in waits]
         shares = [row["compute"], row["update"], *waited, row["other"]]
         table.add_row(str(row["stage"]), *map(percent, shares))
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None or not math.isfinite(value):
-        return ABSENT
-    return format(value, form)
 
 
 def saving(ratio: float | None) -> str:
@@ -189,14 +182,12 @@ def against_bf16(ratio: float | None) -> str:
     return f"{text} over dense bf16" if text == "no saving" else f"{text} bytes than dense bf16"
 
 
-def plain_table(title: str, *columns: Column | str) -> Table:
-    """An empty table with a title and a rule under its head, as all of ours are."""
+def plain_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    """An empty table with a title and a rule under its head, as all of ours are. Columns of numbers
+    stand behind the others, to the right, and these are never broken over lines.
+    """
+    right = (Column(name, justify="right", no_wrap=True) for name in numbers)
     return Table(
-        *columns, title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim",
-        box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,
+        *columns, *right, title=f"\n{title}", title_justify="left", title_style="bold",
+        header_style="dim", box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,
     )  # fmt: skip
-
-
-def number_columns(*names: str) -> list[Column]:
-    """Columns to the right, whose numbers are never broken over lines."""
-    return [Column(name, justify="right", no_wrap=True) for name in names]
