@@ -81,8 +81,7 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
 
     def _line(self, tag: str, text: str) -> None:
         indented = ("\n" + " " * (_TAG_WIDTH + 1)).join(text.splitlines())
-        lines = f"{padded_tag(tag)} {indented}".split("\n")
-        self._stream.write("".join(line.rstrip() + "\n" for line in lines))
+        self._stream.write(f"{padded_tag(tag)} {indented}".rstrip() + "\n")
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         if done < total and monotonic() < self._progress_due:

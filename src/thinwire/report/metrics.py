@@ -26,7 +26,6 @@ from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.typed import learn_types
 
 FILE_NAME, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
-SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
@@ -285,7 +284,7 @@ def tell(folder: Path, kind: str, text: str) -> None:
     """Append what happens in a run, in words and with the time, to events.jsonl in its folder, from
     any thread; `kind` is the tag that the terminal shows. A full disk costs events, nothing else.
     """
-    if kind in SECRETS:
+    if kind in ("invite", "web"):  # which let people in: they stay on the terminal
         return
     line = line_of(kind, {"text": printable(text, 2000)})
     with contextlib.suppress(OSError), (folder / EVENTS_FILE).open("ab", buffering=0) as file:

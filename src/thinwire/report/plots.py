@@ -34,8 +34,6 @@ _LANES: dict[str, dict[str, Any]] = {
     # without an edge, which would swallow a short message
     "send": {"height": 0.16, "edgecolor": "white", "linewidth": 0, "alpha": 0.65},
 }
-_LEAST_TYPE = 6.5  # points; smaller numbers would be dust
-_SEND_OFFSET = 0.36  # the send lane hangs this far below the middle of the compute lane
 
 
 def loss_figure(curves: Curves, title: str) -> Figure:
@@ -105,7 +103,7 @@ def _head(figure: Figure, title: str) -> None:
 def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
     rows = {record.stage: row for row, record in enumerate(timeline.stages)}
     for lane, look in _LANES.items():
-        below = _SEND_OFFSET if lane == "send" else 0
+        below = 0.36 if lane == "send" else 0  # hangs below the middle of the compute lane
         for kind, colour in _COLOURS.items():
             spans = [s for s in timeline.spans if s.lane == lane and _kind(s) == kind]
             if not spans:
@@ -120,7 +118,7 @@ def _draw_timeline(axes: Axes, timeline: Timeline) -> None:
                 widths = np.array([0.65 * max(1, len(number)) for number in numbers])  # at size 1
                 # One size, which suits the usual bar, so that 9 and 10 look alike.
                 size = min(10.0, float(np.median(room / widths.max())))
-                fits = (room / widths >= 0.9 * size) & (size >= _LEAST_TYPE)
+                fits = (room / widths >= 0.9 * size) & (size >= 6.5)  # smaller ones would be dust
                 shown = [number if fit else "" for number, fit in zip(numbers, fits, strict=True)]
                 axes.bar_label(bars, shown, label_type="center", fontsize=size)
     labels = [f"stage {record.stage}\nlayers {record.layers}" for record in timeline.stages]
