@@ -24,10 +24,7 @@ from thinwire.safe_stream import STALLED_SECONDS, SafeStream, wait_for_no_reader
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.settings import Settings
 
-Command = Callable[[argparse.Namespace], None]
-
 LAB = "thinwire_lab"  # the package of experiments, where it is installed
-NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 INIT_HEADER = """\
 # Settings of a thinwire run, every key explained. Delete what you do not change.
 # Estimate the cost: thinwire plan run.toml          Start it: thinwire train run.toml
@@ -88,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"thinwire {thinwire.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, command: Command, help: str) -> argparse.ArgumentParser:
+    def add(name: str, command: Callable[..., None], help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         sub.set_defaults(command=command)
         return sub
@@ -109,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     sub = add("train", train_command, "train a model")
     add_config(sub, nargs="?")  # --resume may have it instead
-    add_resume(sub, NEWEST)
+    add_resume(sub)
     about = (
         "train in so many processes, each with neighbouring stages (default: one for each stage); "
         "the model is the same to the bit"
@@ -186,7 +183,7 @@ def train_command(options: argparse.Namespace) -> None:
     from thinwire.settings import load_settings
 
     config, resume = options.config, options.resume
-    if config is None and resume in (None, NEWEST):
+    if config is None and resume in (None, True):
         raise ConfigError(
             "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
         )
@@ -194,9 +191,9 @@ def train_command(options: argparse.Namespace) -> None:
         above = resume, *resume.parents[:2]
         config = next((p for p in above if (p / "config.toml").is_file()), resume)
     elif config is None:  # argparse took the config for the value of --resume
-        config, resume = resume, NEWEST
+        config, resume = resume, True
     settings = load_settings(config, overrides(options), options.allow_plugins)
-    if resume is NEWEST:
+    if resume is True:
         resume = config if config.is_dir() else settings.run.folder
     plugins, peers = options.allow_plugins, options.peers
     settings = settings.saved_at_validations() if options.sample else settings
