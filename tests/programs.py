@@ -62,7 +62,7 @@ class Program:
             return
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "thinwire.cli", *arguments],
+                [sys.executable, "-m", "thinwire", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=output if into is None else into,
                 stderr=subprocess.STDOUT,

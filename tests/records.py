@@ -2,7 +2,7 @@
 
 import math
 
-from thinwire.report import LinkRecord, StageRecord, StepRecord
+from thinwire.report.records import LinkRecord, StageRecord, StepRecord
 
 
 def step_record(step=40, steps=200, stage_count=3, **changes):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from thinwire import folders
+from thinwire.errors import ConfigError
 
 
 def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
@@ -35,8 +36,8 @@ def test_a_private_file_is_its_user_s_alone_from_the_first_byte(tmp_path, monkey
     left.write_bytes(b"of a process that was killed")
     before = os.umask(0)
     try:
-        folders.replace_private_file(path, b"secret")
-        folders.replace_private_file(path, b"other")
+        folders.replace_file(path, b"secret", private=True)
+        folders.replace_file(path, b"other", private=True)
     finally:
         os.umask(before)
     assert modes == [0o600, 0o700] * 2, "the file, then the names in its folder"
@@ -88,10 +89,9 @@ def test_a_folder_that_cannot_be_replaced_comes_back(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_a_lock_has_one_holder(tmp_path):
-    with (tmp_path / "lock").open("w") as mine, (tmp_path / "lock").open() as other:
-        assert folders.lock(mine.fileno())
-        with pytest.raises(BlockingIOError):
-            folders.lock(other.fileno())
-        mine.close()
-        assert folders.lock(other.fileno())
+def test_a_folder_is_claimed_by_one_until_it_lets_go(tmp_path):
+    with folders.claimed(tmp_path, "wait"):
+        assert folders.is_claimed(tmp_path)
+        with pytest.raises(ConfigError, match="wait"), folders.claimed(tmp_path, "wait"):
+            raise AssertionError("held twice")
+    assert not folders.is_claimed(tmp_path)

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from thinwire import safe_stream as stream_module
-from thinwire.safe_stream import SafeStream, safe_stream
-from waiting import PROCESS_PATIENCE
+from thinwire.safe_stream import SafeStream
 
 
 @pytest.fixture
@@ -17,6 +16,12 @@ def pipe():
     yield reading, stream
     os.close(reading)
     stream.close()
+
+
+def never_waiting(stream):
+    safe = SafeStream(stream)
+    safe.never_wait()
+    return safe
 
 
 def arrived(safe, reading, stream):
@@ -36,8 +41,7 @@ def arrived(safe, reading, stream):
 
 
 def test_everything_arrives_in_order_at_a_slow_reader(pipe):
-    safe = safe_stream(pipe[1])
-    assert safe_stream(safe) is safe
+    safe = never_waiting(pipe[1])
     lines = [f"line {number} {'x' * 200}\n" for number in range(2000)]
     for line in lines:
         safe.write(line)  # far more than the pipe holds, and nobody reads yet
@@ -46,7 +50,7 @@ def test_everything_arrives_in_order_at_a_slow_reader(pipe):
 
 def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     monkeypatch.setattr(stream_module, "_MOST_HELD", 100)
-    safe = safe_stream(pipe[1])
+    safe = never_waiting(pipe[1])
     for number in range(5000):
         safe.write(f"line {number:06d} {'x' * 100}\n")
     safe.finish(0.1)  # nobody reads: it gives up
@@ -54,29 +58,3 @@ def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     assert "earlier pieces of output were dropped unread\n" in text
     assert len(text) < 110_000
     assert text.splitlines()[-1].startswith("line 004999")
-
-
-def test_errors_come_after_what_was_said_before(pipe, monkeypatch):
-    """Both streams of a program often end in one terminal."""
-    monkeypatch.setattr(SafeStream.finish, "__defaults__", (PROCESS_PATIENCE,))  # seconds, not two
-    reading, stream = pipe
-    with os.fdopen(os.dup(stream.fileno()), "w", encoding="utf-8") as other:
-        out = safe_stream(stream)
-        error = SafeStream(other, after=out)
-        error.never_wait()
-        for _ in range(200):
-            out.write("said\n")
-        error.write("error\n")
-        error.finish(None)
-        assert os.read(reading, 65536).decode() == "said\n" * 200 + "error\n"
-
-
-def test_a_reader_that_leaves_silences_it(pipe):
-    reading, stream = pipe
-    safe = safe_stream(stream)
-    nobody = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nobody, reading)  # the last reading end is gone
-    os.close(nobody)
-    for _ in range(3):
-        safe.write("text\n")
-        safe.finish(None)

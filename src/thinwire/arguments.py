@@ -58,10 +58,10 @@ def add_plugins(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--allow-plugins", action="store_true", help=about)
 
 
-def add_resume(sub: argparse.ArgumentParser, newest: object) -> None:
-    """Give a command the option that continues a run; without a value it has `newest`."""
+def add_resume(sub: argparse.ArgumentParser) -> None:
+    """Give a command the option that continues a run; without a value it is True: the newest."""
     about = "continue from this checkpoint or run folder (default: this run's newest good one)"
-    how: dict[str, Any] = {"type": Path, "nargs": "?", "const": newest}
+    how: dict[str, Any] = {"type": Path, "nargs": "?", "const": True}
     sub.add_argument("--resume", **how, metavar="CHECKPOINT", help=about)
 
 
@@ -75,14 +75,13 @@ def add_init_from(
 
 def overrides(options: argparse.Namespace) -> list[str]:
     """The settings that the command line of such a command overrides."""
-    if options.init_from is None:
-        return list(options.set)
-    if options.resume is not None and options.resume is not False:
+    own = [f"train.init_from={options.init_from}"] if options.init_from is not None else []
+    if own and options.resume:
         raise ConfigError(
             "--init-from and --resume contradict each other: --init-from starts a new run from the "
             "weights of another, --resume continues a run"
         )
-    return [*options.set, f"train.init_from={options.init_from}"]
+    return [*options.set, *own]
 
 
 def add_value(

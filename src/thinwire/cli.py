@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import shlex
 import signal
 import sys
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import thinwire
 from thinwire.arguments import add_config, add_init_from, add_resume, add_set, number, overrides
@@ -20,18 +19,12 @@ from thinwire.cli_host import add_host_commands, add_listen, add_web, run_to_end
 from thinwire.cli_model import add_model_commands
 from thinwire.errors import ConfigError, ThinwireError, printable
 from thinwire.recipes import BEST, RECIPES
-from thinwire.safe_stream import SafeStream, wait_for_no_reader
+from thinwire.safe_stream import STALLED_SECONDS, SafeStream, wait_for_no_reader
 
 if TYPE_CHECKING:  # commands import what they need when they run: --help stays quick
     from thinwire.settings import Settings
 
-Command = Callable[[argparse.Namespace], None]
-
-INTERRUPTED = 130
 LAB = "thinwire_lab"  # the package of experiments, where it is installed
-LONGEST_ERROR = 100_000  # characters
-STALLED_SECONDS = 2.0  # who asked to end does not wait for a reader that has stopped
-NEWEST = object()  # `--resume` without a value: not a path, for "." is one
 INIT_HEADER = """\
 # Settings of a thinwire run, every key explained. Delete what you do not change.
 # Estimate the cost: thinwire plan run.toml          Start it: thinwire train run.toml
@@ -45,53 +38,41 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 done, 2..10 by kind of error, 130 interrupted. A reader that goes away, as
     `head` does, changes none of them.
     """
-    out = _safe(sys.stdout)
-    error = _safe(sys.stderr, after=out)
+    out, error = SafeStream(sys.stdout), SafeStream(sys.stderr)
     patience = None  # for a reader who comes back to what a command has said
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
-            _run(arguments)
-        except SystemExit as end:
-            if end.code == INTERRUPTED:
+            options = make_parser().parse_args(arguments)
+            options.command(options)
+        except (Exception, KeyboardInterrupt) as problem:
+            if isinstance(problem, KeyboardInterrupt):
+                with contextlib.suppress(ValueError):  # which is raised outside the main thread
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must change nothing
+                gc.freeze()  # else Python ends with a search for garbage: all of torch, a second
                 patience = STALLED_SECONDS
-            raise
+                wait_for_no_reader()
+            with contextlib.suppress(KeyboardInterrupt):
+                out.finish()  # what was said before comes first
+            sys.exit(_explained(problem))
         finally:
             with contextlib.suppress(KeyboardInterrupt):
                 out.finish(patience)  # what breaks only now must not change the exit code
                 error.finish(patience)
 
 
-def _safe(stream: TextIO | None, after: Any = None) -> Any:
-    """The stream as one whose writes cannot fail, even if it was closed from the start."""
-    return SafeStream(stream or open(os.devnull, "w", encoding="utf-8"), after)
-
-
-def _run(arguments: list[str] | None) -> None:
-    try:
-        options = make_parser().parse_args(arguments)
-        options.command(options)
-    except ThinwireError as error:
-        _say("error: ", error, str(error))
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt as error:
-        with contextlib.suppress(ValueError):  # which is raised outside the main thread
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # one more must not change how we end
-        wait_for_no_reader()
-        _say("", error, "interrupted")
-        gc.freeze()  # else Python ends with a search for garbage: all of torch, a second or more
-        sys.exit(INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        print("error: internal error; please report the lines above", file=sys.stderr)
-        sys.exit(1)
-
-
-def _say(start: str, error: BaseException, text: str) -> None:
-    """An error as its own lines, with the notes that it gathered on its way; it may quote a file of
-    another's, whose control characters a terminal would obey.
-    """
-    told = "\n".join([start + text, *getattr(error, "__notes__", [])])
-    print(printable(told, LONGEST_ERROR), file=sys.stderr)
+def _explained(error: BaseException) -> int:
+    """Say why a command ends, with the notes that the error gathered on its way; its exit code."""
+    if isinstance(error, ThinwireError):
+        text, code = f"error: {error}", error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        text, code = "interrupted", 130
+    else:
+        traceback.print_exception(error)
+        text, code = "error: internal error; please report the lines above", 1
+    told = "\n".join([text, *getattr(error, "__notes__", [])])
+    # It may quote a file of another's, whose control characters a terminal would obey.
+    print(printable(told, 100_000), file=sys.stderr)
+    return code
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -104,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"thinwire {thinwire.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, command: Command, help: str) -> argparse.ArgumentParser:
+    def add(name: str, command: Callable[..., None], help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
         sub.set_defaults(command=command)
         return sub
@@ -125,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     sub = add("train", train_command, "train a model")
     add_config(sub, nargs="?")  # --resume may have it instead
-    add_resume(sub, NEWEST)
+    add_resume(sub)
     about = (
         "train in so many processes, each with neighbouring stages (default: one for each stage); "
         "the model is the same to the bit"
@@ -202,18 +183,17 @@ def train_command(options: argparse.Namespace) -> None:
     from thinwire.settings import load_settings
 
     config, resume = options.config, options.resume
-    if config is None:  # `train --resume X` names one thing for both
-        if resume is None or resume is NEWEST:
-            raise ConfigError(
-                "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
-            )
-        if resume.is_dir():
-            above = resume, *resume.parents[:2]
-            config = next((p for p in above if (p / "config.toml").is_file()), resume)
-        else:  # argparse took the config for the value of --resume
-            config, resume = resume, NEWEST
+    if config is None and resume in (None, True):
+        raise ConfigError(
+            "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
+        )
+    if config is None and resume.is_dir():  # `train --resume X` names one thing for both
+        above = resume, *resume.parents[:2]
+        config = next((p for p in above if (p / "config.toml").is_file()), resume)
+    elif config is None:  # argparse took the config for the value of --resume
+        config, resume = resume, True
     settings = load_settings(config, overrides(options), options.allow_plugins)
-    if resume is NEWEST:
+    if resume is True:
         resume = config if config.is_dir() else settings.run.folder
     plugins, peers = options.allow_plugins, options.peers
     settings = settings.saved_at_validations() if options.sample else settings
@@ -288,7 +268,3 @@ def _way_on(settings: "Settings") -> str:
     if (folder / "metrics.jsonl").exists():
         return f"no checkpoint was saved: to start again, delete {folder} or set another run.name"
     return ""
-
-
-if __name__ == "__main__":
-    main()

@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from thinwire.folders import next_free_name
 from thinwire.inference import Model
-from thinwire.report import Timeline
 from thinwire.report.human import elapsed, human_bytes
+from thinwire.run.record import read_progress
 from thinwire.settings import Settings, make_recipe
 
 Summary = dict[str, Any]
@@ -46,18 +44,14 @@ def run_demo(overrides: list[str], train: Callable[[Settings], Summary]) -> None
         print(f"{number} of {len(arms)}: {arm}")
         summaries[arm] = train(settings)
         print()
-    if checkpoint := summaries["thin"]["paths"]["checkpoint"]:
-        model = Model(Path(checkpoint), "cpu")
-        text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
-        print("What the thin model writes after this short training:")
-        print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
-    for line in conclusion(summaries):
-        print(line)
-    picture = _draw(summaries)
-    print()
-    if picture is not None:
-        print(f"One step of each, on one scale of time: {picture}")
-    print(f"More text:       thinwire generate {summaries['thin']['paths']['folder']}")
+    thin = summaries["thin"]["paths"]
+    model = Model(Path(thin["checkpoint"]), "cpu")
+    text = model.generate(PROMPT, 60, temperature=0.5, top_k=20, seed=0)
+    print("What the thin model writes after this short training:")
+    print("\n".join(f"  | {line}" for line in text.splitlines()) + "\n")
+    print(*conclusion(summaries), "", sep="\n")
+    _draw(summaries, Path(thin["plots"]) / "compare.png")
+    print(f"More text:       thinwire generate {thin['folder']}")
     print("Your own run:    thinwire init run.toml")
 
 
@@ -89,14 +83,12 @@ def _settings(arm: str, overrides: list[str]) -> Settings:
     return dataclasses.replace(settings, run=dataclasses.replace(settings.run, name=name))
 
 
-def _draw(summaries: Mapping[str, Summary]) -> Path | None:
-    """The picture of one step of each; None without matplotlib, as the runs have said."""
-    with contextlib.suppress(ImportError, OSError, msgspec.MsgspecError):  # a full disk
+def _draw(summaries: Mapping[str, Summary], path: Path) -> None:
+    """Draw one step of each; not without matplotlib, as the runs have said."""
+    runs = [read_progress(Path(one["paths"]["folder"])) for one in summaries.values()]
+    timelines = [run.timeline for run in runs if run is not None]
+    with contextlib.suppress(ImportError, OSError, ValueError):  # a full disk, or one before
         from thinwire.report.plots import steps_figure  # slow to import
 
-        plots = [Path(summary["paths"]["plots"]) for summary in summaries.values()]
-        files, path = [folder / "step.json" for folder in plots], plots[0] / "compare.png"
-        timelines = [msgspec.json.decode(one.read_bytes(), type=Timeline) for one in files]
         steps_figure(timelines, "One step of each run").savefig(path)
-        return path
-    return None
+        print(f"One step of each, on one scale of time: {path}")

@@ -6,10 +6,8 @@ the exit code of its class; anything else is a defect of ours and keeps its trac
 
 import unicodedata
 
-_LONGEST_QUOTE = 4000
 
-
-def printable(text: str, longest: int = _LONGEST_QUOTE) -> str:
+def printable(text: str, longest: int = 4000) -> str:
     """Text of another process, fit for a screen or a log: not endless, and without control
     characters, which a terminal obeys whoever sends them. Line breaks and tabs stay.
     """
@@ -35,20 +33,14 @@ class ConfigError(ThinwireError):
     exit_code = 2
 
 
-LAST_RELEASE = "0.1.0"
-"""The last release that has the options that have gone."""
-
-
 class GoneError(ConfigError):
-    """Settings of an earlier release, with an option that has gone."""
+    """Settings with an option that has gone: 0.1.0 is the last release that has it."""
 
-
-def gone(what: str) -> GoneError:
-    """The refusal of settings with an option that has gone."""
-    return GoneError(
-        f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
-        f"{LAST_RELEASE}: pip install thinwire=={LAST_RELEASE}"
-    )
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
+            "0.1.0: pip install thinwire==0.1.0"
+        )
 
 
 class DataError(ThinwireError):

@@ -3,13 +3,14 @@ content is forced to the disk under another name first, then one rename gives it
 """
 
 import fcntl
+import functools
 import glob
 import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from thinwire.errors import ConfigError
@@ -43,9 +44,8 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
             private_folder(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.unlink(missing_ok=True)  # of a killed process that had our number
-        mode = 0o600 if private else 0o666
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
+        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
+        with open(fresh, "xb", opener=opener) as file:
             file.write(content)
         flush(fresh)
         fresh.replace(path)
@@ -57,16 +57,10 @@ def replace_file(path: Path, content: bytes, private: bool = False) -> None:
         raise
 
 
-def replace_private_file(path: Path, content: bytes) -> None:
-    """`replace_file` for secrets."""
-    replace_file(path, content, private=True)
-
-
-def private_folder(folder: Path) -> Path:
+def private_folder(folder: Path) -> None:
     """Make sure that there is such a folder, and that it is this user's alone."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)  # it may have been there, or the umask may say less
-    return folder
 
 
 def put_in_place(partial: Path, folder: Path) -> None:
@@ -107,34 +101,17 @@ def partial_folder(parent: Path, name: str, only: str = "") -> Iterator[Path]:
     of it in a folder of our own, and what was made for the name `only` in one of the user's.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.glob(f"{glob.escape(only) or '*'}{_PARTIAL}*"):
-        with _locked(left, wait=False) as is_ours:
-            if is_ours:
-                shutil.rmtree(left, ignore_errors=True)
-    while True:
-        partial = Path(tempfile.mkdtemp(prefix=f"{name}{_PARTIAL}", dir=parent))
+    with ExitStack() as held:
+        with _locked(parent, wait=True):  # nobody takes for left behind what has no lock yet
+            for left in parent.glob(f"{glob.escape(only) or '*'}{_PARTIAL}*"):
+                with suppress(OSError), _locked(left) as is_ours:
+                    if is_ours:
+                        shutil.rmtree(left, ignore_errors=True)
+            partial = Path(tempfile.mkdtemp(prefix=f"{name}{_PARTIAL}", dir=parent))
+            held.enter_context(_locked(partial))
+        held.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.chmod(0o755)  # as an ordinary folder: other users may read it
-        with _locked(partial, wait=True):
-            if not partial.is_dir():  # it was taken for left behind before it was locked
-                continue
-            try:
-                yield partial
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-            return
-
-
-@contextmanager
-def _locked(folder: Path, wait: bool) -> Iterator[bool]:
-    descriptor, is_ours = -1, False
-    try:
-        with suppress(OSError):  # the folder is gone, or another process holds it
-            descriptor = os.open(folder, os.O_RDONLY)
-            is_ours = lock(descriptor, wait)
-        yield is_ours
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        yield partial
 
 
 @contextmanager
@@ -142,40 +119,40 @@ def claimed(folder: Path, advice: str, private: bool = False) -> Iterator[None]:
     """Hold a folder, a `private` one as this user's alone, for this process; ConfigError, with the
     advice, if another holds it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if private:
-            private_folder(folder)
-        held = (folder / ".lock").open("a")
-    except OSError as error:
-        raise ConfigError(f"cannot use the folder {folder}: {error}; choose another") from error
-    with held:
+    with ExitStack() as held:
         try:
-            lock(held.fileno())  # a filesystem without locks is no reason not to work
-        except BlockingIOError:
-            raise ConfigError(f"another process is at work in {folder}: {advice}") from None
+            folder.mkdir(parents=True, exist_ok=True)
+            if private:
+                private_folder(folder)
+            is_ours = held.enter_context(_locked(folder / ".lock", os.O_RDWR | os.O_CREAT))
+        except OSError as error:
+            raise ConfigError(f"cannot use the folder {folder}: {error}; choose another") from error
+        if is_ours is False:  # a filesystem without locks is no reason not to work
+            raise ConfigError(f"another process is at work in {folder}: {advice}")
         yield
 
 
 def is_claimed(folder: Path) -> bool:
     """Whether a process holds the folder."""
-    try:
-        with (folder / ".lock").open() as held:
-            lock(held.fileno())
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+    with suppress(OSError), _locked(folder / ".lock") as is_ours:
+        return is_ours is False
     return False
 
 
-def lock(descriptor: int, wait: bool = False) -> bool:
-    """Lock an open file until it is closed or the process ends, however it ends.
-
-    BlockingIOError: another process holds it. False: the filesystem has no locks.
+@contextmanager
+def _locked(path: Path, flags: int = os.O_RDONLY, wait: bool = False) -> Iterator[bool | None]:
+    """Lock a file or a folder for as long, or until the process ends, however it ends. False:
+    another process holds it. None: the filesystem has no locks.
     """
+    descriptor = os.open(path, flags, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
+        is_ours: bool | None = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            is_ours = False
+        except OSError:
+            is_ours = None
+        yield is_ours
+    finally:
+        os.close(descriptor)

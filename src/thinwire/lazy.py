@@ -32,11 +32,7 @@ def needs(module: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
+        what_helps = f"cannot be imported ({error}): pip install --force-reinstall {package}"
         if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise MissingPackageError(
-                f"{what} needs {package}, which is not installed: pip install 'thinwire[{extra}]'"
-            ) from None
-        raise MissingPackageError(
-            f"{what} needs {package}, which is installed but cannot be imported ({error}): "
-            f"pip install --force-reinstall {package}"
-        ) from error
+            what_helps = f"is not installed: pip install 'thinwire[{extra}]'"
+        raise MissingPackageError(f"{what} needs {package}, which {what_helps}") from error

@@ -33,10 +33,5 @@ def _user_folder(variable: str, xdg: str, usual: str) -> Path:
 
 
 def peers_folder() -> Path:
-    """Where a machine keeps what is its own in the runs of others."""
+    """Where a machine keeps what is its own in the runs of others, such as its key."""
     return data_folder() / "peers"
-
-
-def peer_folder(run_id: str) -> Path:
-    """Where a machine keeps what is its own in the run of another host, such as its key."""
-    return peers_folder() / run_id

@@ -10,11 +10,10 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, TextIO
 
 _MOST_HELD = 4096  # pieces of text, for a reader that does not read
-_STALLED_S = 2.0  # no byte taken for so long: a reader that has stopped
+STALLED_SECONDS = 2.0  # no byte taken for so long: a reader that has stopped
 
 
 class SafeStream:
@@ -24,18 +23,18 @@ class SafeStream:
     written on a daemon thread, so that a program can end while its reader has stopped.
     """
 
-    def __init__(self, stream: TextIO, after: "SafeStream | None" = None) -> None:
-        """`after`: a stream whose text goes first, for a reader who sees both."""
-        self._stream, self._after = stream, after
+    def __init__(self, stream: TextIO | None) -> None:
+        """`stream`: None where it was closed from the start."""
+        stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        self._stream, self._encoding = stream, stream.encoding or "utf-8"
         self._descriptor: int | None = None  # as of what is kept in memory
         with contextlib.suppress(AttributeError, OSError, ValueError):
             self._descriptor = stream.fileno()
-        self._is_waiting, self._is_lost, self._is_idle = True, False, True
+            stream.flush()
+        self._is_waiting, self._is_idle = True, True
         self._held: collections.deque[bytes] = collections.deque(maxlen=_MOST_HELD)
         self._dropped = 0  # texts, since the last one that was written
-        self._lock = threading.RLock()
-        self._more, self._read = (threading.Condition(self._lock) for _ in range(2))
-        self._attempt(stream.flush)
+        self._changed = threading.Condition()
 
     def never_wait(self) -> None:
         """From now on `write` returns at once, whatever the reader does."""
@@ -45,80 +44,58 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         """Write the text, with what the stream's encoding lacks replaced."""
-        encoding = self._stream.encoding or "utf-8"
-        encoded = text.encode(encoding, "replace")
-        if self._descriptor is None:
-            self._attempt(self._stream.write, encoded.decode(encoding))
-        elif self._is_waiting:
-            self._attempt(self._pass_on, encoded)
+        encoded = text.encode(self._encoding, "replace")
+        if self._is_waiting:
+            self._put(encoded)
         elif encoded:
-            with self._lock:  # until the reader takes it; the oldest gives way where it is too much
+            with self._changed:  # the oldest gives way where a reader takes too little
                 self._dropped += len(self._held) == _MOST_HELD
                 self._held.append(encoded)
                 self._is_idle = False
-                self._more.notify()
+                self._changed.notify_all()
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what the stream has buffered, which is nothing where it has a descriptor."""
-        if self._descriptor is None:
-            self._attempt(self._stream.flush)
+        """Do nothing: what is written is not buffered."""
 
-    def finish(self, patience: float | None = _STALLED_S) -> None:
+    def finish(self, patience: float | None = STALLED_SECONDS) -> None:
         """Wait until everything is read, or until the reader pauses for so long; None: any time."""
-        self.flush()
-        with self._lock:
-            while not (self._is_idle or self._is_lost) and self._read.wait(patience):
+        with self._changed:
+            while not self._is_idle and self._changed.wait(patience):
                 pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _attempt(self, act: Callable[..., object], *values: Any) -> None:
-        if self._is_lost:
-            return
-        try:
-            act(*values)
-        except (OSError, ValueError):
-            # a broken pipe, a full disk, a hung-up terminal; a closed file
-            self._is_lost = True
-            if self._descriptor is not None:
-                # What is still buffered goes nowhere: at the program's end it would fail once more.
-                with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), self._descriptor)
-
-    def _pass_on(self, text: bytes) -> None:
+    def _put(self, text: bytes) -> None:
         """Write to the descriptor itself: a thread that waits in a stream keeps its lock, and what
         a stream has buffered is written once more at the end; either way the program could not end.
         """
-        assert self._descriptor is not None
-        while text:
-            text = text[os.write(self._descriptor, text) :]
-            with self._lock:
-                self._read.notify_all()
+        with contextlib.suppress(OSError, ValueError):  # a closed file, no descriptor left
+            if self._descriptor is None:
+                self._stream.write(text.decode(self._encoding))
+                self._stream.flush()
+                return
+            try:
+                while text:
+                    text = text[os.write(self._descriptor, text) :]
+            except OSError:  # a broken pipe, a full disk, a hung-up terminal
+                # All else goes nowhere, also what is still buffered: the program's end would fail.
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self._descriptor)
 
     def _work(self) -> None:
-        while not self._is_lost:
-            with self._lock:
-                self._more.wait_for(lambda: self._held)
+        while True:
+            with self._changed:
+                self._is_idle = not self._held
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._held)
                 text, lost = self._held.popleft(), self._dropped
                 self._dropped = 0
             if lost:
                 gap = f"[note]  {lost} earlier pieces of output were dropped unread\n"
                 text = gap.encode() + text
-            if self._after is not None:
-                self._after.finish()
-            self._attempt(self._pass_on, text)
-            with self._lock:
-                self._is_idle = not self._held
-                self._read.notify_all()
-
-
-def safe_stream(stream: TextIO | SafeStream) -> SafeStream:
-    """The stream as a safe one that never waits; one object for each stream keeps its order."""
-    safe = stream if isinstance(stream, SafeStream) else SafeStream(stream)
-    safe.never_wait()
-    return safe
+            self._put(text)
 
 
 def wait_for_no_reader() -> None:

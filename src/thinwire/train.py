@@ -19,11 +19,6 @@ from thinwire.run.start import make_start, opened, prepare_data
 from thinwire.settings import Settings
 from thinwire.wire import Identity
 
-EMULATED = (
-    "this CPU has no instructions for bf16 and emulates it, which takes a hundred times as long as "
-    'fp32 or longer: set run.precision = "fp32"'
-)
-
 
 def train(
     settings: Settings,
@@ -39,9 +34,12 @@ def train(
     """
     started = time.monotonic()
     check_devices(settings)
-    neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
+    held = neighbours(settings.pipeline.stages, peers or settings.pipeline.stages)
     if is_emulated(settings.run.precision, choose_device(settings.run.device, 0)):
-        display.note(EMULATED)
+        display.note(
+            "this CPU has no instructions for bf16 and emulates it, which takes a hundred times as "
+            'long as fp32 or longer: set run.precision = "fp32"'
+        )
     with (
         heeding(leave_at_once),
         opened(settings, display, resume, allow_plugins) as (settings, checkpoint, weights),
@@ -62,7 +60,6 @@ def train(
             run_folder=str(folder.resolve()),
             resume=str(origin.resolve()) if origin else "",
         )
-        held = neighbours(stages, peers or stages)
         coordinator = coordinator_of(settings, folder, checkpoint, held)
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (

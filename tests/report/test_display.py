@@ -36,8 +36,10 @@ def neutral_environment(monkeypatch):
 
 
 @pytest.fixture
-def clock():
-    return SimpleNamespace(now=0.0)
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("thinwire.report.display.monotonic", lambda: clock.now)
+    return clock
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def stream():
 
 @pytest.fixture
 def plain(stream, clock):
-    return PlainDisplay(stream, clock=lambda: clock.now)
+    return PlainDisplay(stream)
 
 
 def test_a_whole_run_in_plain_lines(plain, stream, clock):
@@ -162,14 +164,12 @@ def panel_lines(display, console):
 def make_display(width=80, run="shakespeare"):
     own = {"force_terminal": True, "color_system": None, "width": width, "height": 40}
     console = Console(file=io.StringIO(), **own)
-    clock = SimpleNamespace(now=0.0)
-    display = LiveDisplay(console, run, clock=lambda: clock.now)
-    return display, console, clock
+    return LiveDisplay(console, run), console
 
 
 @pytest.mark.parametrize("width", [20, 60, 80, 200])
 def test_loss_is_visible_and_nothing_wraps_at_any_width(width):
-    display, console, _ = make_display(width, run="a run whose name is rather long " * 4)
+    display, console = make_display(width, run="a run whose name is rather long " * 4)
     display.evaluation(EvaluationRecord(40, 4.9876, 1.4))
     display.step(step_record())
     lines = panel_lines(display, console)
@@ -181,8 +181,8 @@ def test_loss_is_visible_and_nothing_wraps_at_any_width(width):
     assert width < 80 or all(part in "\n".join(lines) for part in all_that_matters)
 
 
-def test_the_panel_is_drawn_at_most_four_times_a_second():
-    display, console, clock = make_display()
+def test_the_panel_is_drawn_at_most_four_times_a_second(clock):
+    display, console = make_display()
     for step in range(100):
         clock.now = step * 0.01
         display.step(step_record(step + 1))
@@ -191,7 +191,7 @@ def test_the_panel_is_drawn_at_most_four_times_a_second():
 
 
 def test_long_work_has_a_bar_until_it_is_done():
-    display, console, _ = make_display()
+    display, console = make_display()
     with display:
         display.progress("data", 4_100_000, 10_200_000, "B")
         assert "4.1 MB / 10.2 MB" in "\n".join(panel_lines(display, console))
@@ -201,7 +201,7 @@ def test_long_work_has_a_bar_until_it_is_done():
 
 
 def test_phases_and_notes_are_printed_as_they_are():
-    display, console, _ = make_display()
+    display, console = make_display()
     with display:
         display.phase("data", "reading [bold]notes[/bold].txt :smile:")
         display.note("link 0 is slow")
@@ -210,7 +210,7 @@ def test_phases_and_notes_are_printed_as_they_are():
     assert "[data]  reading [bold]notes[/bold].txt :smile:" in lines
     assert "[note]  link 0 is slow" in lines
     assert "[valid] step    3  loss  4.5000  1.2500 bits/byte" in lines
-    display, console, _ = make_display(width=60)
+    display, console = make_display(width=60)
     with display:  # an invite is copied from the screen into a shell: it stays whole
         display.phase("invite", f"thinwire join tw1-{'x' * 150}")
     assert f"[invite] thinwire join tw1-{'x' * 150}" in console.file.getvalue().splitlines()

@@ -6,11 +6,11 @@ import math
 import resource
 import signal
 import sys
-from dataclasses import replace
 
 import pytest
 
 from records import step_record
+from thinwire.errors import ConfigError, MissingPackageError
 from thinwire.report import EvaluationRecord, MetricsWriter, metrics
 from waiting import PATIENCE, wait_until
 
@@ -42,7 +42,7 @@ def steps(folder):
     return [row["step"] for row in rows(folder) if row["kind"] == "step"]
 
 
-def write_run(folder, last_step, first_step=1, resume_step=None):
+def write_run(folder, last_step, first_step=1, resume_step=0):
     with MetricsWriter(folder, resume_step=resume_step) as writer:
         for step in range(first_step, last_step + 1):
             writer.step(step_record(step))
@@ -63,15 +63,13 @@ def test_what_is_written_is_read(tmp_path, without_tensorboard):
         writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
         writer.evaluation(EvaluationRecord(8, 4.25))
         last = metrics.last_step(tmp_path)
-        assert last is not None and math.isnan(last.loss)
-        assert replace(last, loss=0.0) == replace(record, loss=0.0)
+        assert last is not None and (last.loss, last.step, last.steps) == (None, 7, record.steps)
         evaluations = [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)]
-        assert metrics.read_evaluations(tmp_path) == evaluations
+        assert metrics.Curves.read(tmp_path).valid == evaluations
         assert rows(tmp_path)[0]["loss"] is None
     curves = metrics.Curves.read(tmp_path)
     points = curves.points()
     assert points["step"] == [7] and math.isnan(points["loss"][0])
-    assert curves.valid == [(7, 4.5, 1.25), (8, 4.25, None)]
 
 
 def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(tmp_path, without_tensorboard):
@@ -86,7 +84,7 @@ def test_a_torn_line_is_left_out_and_so_is_one_of_something_else(tmp_path, witho
     for line in ("[1]", '"text"', "{}", low, bad):
         path.write_text(line + "\n", encoding="latin-1")
         assert metrics.Curves.read(tmp_path).points()["step"] == []
-        assert metrics.last_step(tmp_path) is None and metrics.read_evaluations(tmp_path) == []
+        assert metrics.last_step(tmp_path) is None and metrics.Curves.read(tmp_path).valid == []
 
 
 def test_tensorboard_holds_the_scalars_and_forgets_the_future_on_resume(tmp_path):
@@ -115,10 +113,10 @@ def test_a_field_with_a_default_may_be_missing(tmp_path, without_tensorboard):
     del old["bits_per_byte"]
     (tmp_path / metrics.FILE_NAME).write_text(json.dumps(step) + "\n" + json.dumps(old) + "\n")
     assert metrics.last_step(tmp_path) is not None
-    assert metrics.read_evaluations(tmp_path) == [EvaluationRecord(2, 6.0, None)]
+    assert metrics.Curves.read(tmp_path).valid == [EvaluationRecord(2, 6.0, None)]
 
 
-@pytest.mark.parametrize("cut", [0, 1, 2, 20])
+@pytest.mark.parametrize("cut", [0, 1, 20])
 def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
     tmp_path, without_tensorboard, cut
 ):
@@ -126,7 +124,7 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[: -cut or None])
     write_run(tmp_path, 5, first_step=4, resume_step=3)
-    kept = [1, 2, 3] if cut < 2 else [1, 2]  # without its newline a line is whole
+    kept = [1, 2] if cut else [1, 2, 3]
     assert steps(tmp_path) == [*kept, 4, 5]
     write_run(tmp_path, 4, first_step=3, resume_step=2)
     assert steps(tmp_path) == [1, 2, 3, 4], "what came after the resumed step is dropped"
@@ -134,55 +132,51 @@ def test_a_record_that_ends_anywhere_is_continued_on_a_line_of_its_own(
 
 
 @pytest.fixture
-def notes(monkeypatch, tmp_path):
-    """What a user is told; nothing of this machine's own account is used."""
+def quiet_wandb(monkeypatch, tmp_path):
+    """Nothing of this machine's own account is used."""
     for name in ("WANDB_API_KEY", "WANDB_DIR", "WANDB_PROJECT", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     own = {"HOME": tmp_path, "NETRC": tmp_path / "netrc", "WANDB__SERVICE_WAIT": PATIENCE}
     for name, value in own.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(metrics, "INIT_SECONDS", PATIENCE)
-    yield []
+    yield
     if package := sys.modules.get("wandb"):
         package.teardown()  # it remembers the environment of the first use
 
 
-def open_log(folder, notes):
-    return metrics.WandbLog("wires", "first", folder, {"run": {"seed": 7}}, notes.append)
-
-
-def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(notes, tmp_path, monkeypatch):
+def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(quiet_wandb, tmp_path, monkeypatch):
     """With the real package: it writes its file, then its run is finished under our feet."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    log = open_log(tmp_path, notes)
-    with MetricsWriter(tmp_path, wandb=log) as writer:
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_to_wandb("wires", "first", {"run": {"seed": 7}})
         writer.step(step_record(1))
-        log._run.finish()
-        writer.step(step_record(2))
+        sys.modules["wandb"].run.finish()
+        with pytest.raises(Exception, match="finished"):
+            writer.step(step_record(2))
         writer.step(step_record(3))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     for name in (b"loss/train", b"optim/grad_norm", b"seed"):
         wait_until(lambda name=name: name in file.read_bytes())  # a process of its own writes it
     assert f"run-{(tmp_path / metrics.ID_FILE).read_text().strip()}.wandb" == file.name
-    (note,) = notes
-    assert note.startswith("nothing is logged to Weights & Biases, the run continues: ")
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_who_is_not_logged_in_is_told_and_never_asked(notes, tmp_path, monkeypatch):
+def test_who_is_not_logged_in_is_told_and_never_asked(quiet_wandb, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
+    with MetricsWriter(tmp_path) as writer:
+        with pytest.raises(ConfigError, match="run `wandb login`, or set WANDB_MODE=offline"):
+            writer.log_to_wandb("wires", "first", {})
+        monkeypatch.setitem(sys.modules, "wandb", None)  # nor is who has not installed it
+        with pytest.raises(
+            MissingPackageError, match=r'run.wandb = "wires" needs wandb.*\[wandb\]'
+        ):
+            writer.log_to_wandb("wires", "first", {})
         writer.step(step_record(1))
-    monkeypatch.setitem(sys.modules, "wandb", None)  # nor is who has not installed it
-    with MetricsWriter(tmp_path, wandb=open_log(tmp_path, notes)) as writer:
-        writer.step(step_record(2))
-    login, missing = notes
-    assert "run `wandb login`, or set WANDB_MODE=offline" in login
-    assert 'run.wandb = "wires" needs wandb' in missing and "thinwire[wandb]" in missing
-    assert len(rows(tmp_path)) == 2
+    assert len(rows(tmp_path)) == 1
 
 
-def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, without_tensorboard):
+def test_a_full_disk_leaves_a_hole_and_no_half_line(tmp_path, without_tensorboard):
     """The file may grow to a size and no further, as on a full disk; then there is space again."""
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path) as writer:
@@ -193,8 +187,5 @@ def test_a_full_disk_leaves_a_hole_that_is_marked(tmp_path, without_tensorboard)
                 with pytest.raises(OSError):
                     writer.step(step_record(step))
                 assert path.stat().st_size == size, "no half line stays"
-        assert writer.missing == 2
         writer.step(step_record(4))
-        assert writer.missing == 0
-    assert rows(tmp_path)[1] == {"kind": "missing", "step": 4, "rows": 2}
     assert steps(tmp_path) == [1, 4]

@@ -3,8 +3,7 @@ import math
 import struct
 
 from records import step_record
-from thinwire import report
-from thinwire.report import metrics
+from thinwire.report import records
 from thinwire.report.metrics import Curves, line_of
 from thinwire.report.plots import DPI, loss_figure, steps_figure
 
@@ -15,34 +14,34 @@ def png_size(path):
     return struct.unpack(">II", content[16:24])
 
 
-def curves(*records):
+def curves(*rows):
     """As they are read from the record of a run."""
     found = Curves()
-    for record in records:
-        kind = "evaluation" if isinstance(record, report.EvaluationRecord) else "step"
-        found.add(line_of(kind, dataclasses.asdict(record)).encode())
+    for row in rows:
+        kind = "evaluation" if isinstance(row, records.EvaluationRecord) else "step"
+        found.add(line_of(kind, dataclasses.asdict(row)).encode())
     return found
 
 
 def stages(count):
-    return [report.StageRecord(s, f"{s}", 0.1, 0.1, 0.1, "cpu") for s in range(count)]
+    return [records.StageRecord(s, f"{s}", 0.1, 0.1, 0.1, "cpu") for s in range(count)]
 
 
 def spans(microbatches=3):
     """Two stages, one after the other: enough to have every kind of bar."""
     found = []
     for m in range(microbatches):
-        found.append(report.TraceSpan(0, "compute", f"F{m}", m, m + 1))
-        found.append(report.TraceSpan(0, "send", f"F{m}>", m + 1, m + 1.5))
-        found.append(report.TraceSpan(1, "wait", "", m, m + 0.5))
-        found.append(report.TraceSpan(1, "compute", f"B{m}", m + 2, m + 2.75))
-        found.append(report.TraceSpan(1, "send", f"<B{m}", m + 3, m + 3.5))
-    found.append(report.TraceSpan(0, "compute", "U", 9, 10))
+        found.append(records.TraceSpan(0, "compute", f"F{m}", m, m + 1))
+        found.append(records.TraceSpan(0, "send", f"F{m}>", m + 1, m + 1.5))
+        found.append(records.TraceSpan(1, "wait", "", m, m + 0.5))
+        found.append(records.TraceSpan(1, "compute", f"B{m}", m + 2, m + 2.75))
+        found.append(records.TraceSpan(1, "send", f"<B{m}", m + 3, m + 3.5))
+    found.append(records.TraceSpan(0, "compute", "U", 9, 10))
     return found
 
 
 def timeline(found=None, count=2, run="demo", seconds=10.0):
-    return report.Timeline(run, 7, seconds, stages(count), spans() if found is None else found)
+    return records.Timeline(run, 7, seconds, stages(count), spans() if found is None else found)
 
 
 def bars_of(figure):
@@ -56,32 +55,22 @@ def bars_of(figure):
 def test_loss_figure_has_the_curves_over_tokens():
     steps = [step_record(k, loss=10.0 - k) for k in (1, 2, 4)]
     scores = ((0, 11.0), (2, 8.5), (3, 7.5))
-    evaluations = [report.EvaluationRecord(step, loss) for step, loss in scores]
-    (axes,) = loss_figure(curves(*steps, *evaluations), "demo: loss").axes
+    evaluations = [records.EvaluationRecord(step, loss) for step, loss in scores]
+    figure = loss_figure(curves(*steps, *evaluations), "demo: loss")
+    (axes,), (legend,) = figure.axes, figure.legends
     train, valid = axes.lines
     assert list(train.get_xdata()) == [4096, 8192, 16384]
     assert list(train.get_ydata()) == [9.0, 8.0, 6.0]
     assert list(valid.get_xdata()) == [0, 8192, 12288]  # step 3 lies between 2 and 4
     assert list(valid.get_ydata()) == [11.0, 8.5, 7.5]
     assert "tokens" in axes.get_xlabel()
-    assert axes.get_title(loc="left") == "demo: loss"
-    assert len(axes.get_legend().get_texts()) == 2, "so short a curve is its own running mean"
-
-
-def test_a_very_long_curve_is_thinned(monkeypatch):
-    monkeypatch.setattr(metrics, "MOST_POINTS", 64)
-    long = curves(*(step_record(k, loss=float(k % 2)) for k in range(1, 1001)))
-    points = long.points()
-    assert points["size"] == 16 and len(points["loss"]) == 63
-    assert set(points["loss"]) == {0.5}, "a point is the mean of its steps"
-    assert points["tokens"][-1] == 1000 * 4096, "the curve reaches to the last step"
-    (axes,) = loss_figure(long, "demo: loss").axes
-    assert axes.lines[0].get_label() == "training, mean of 16 steps"
+    assert legend.get_title().get_text() == "demo: loss"
+    assert len(legend.get_texts()) == 2, "so short a curve is its own running mean"
 
 
 def test_loss_without_steps_or_evaluations_can_be_drawn(tmp_path):
     loss_figure(curves(), "").savefig(tmp_path / "none.png")
-    loss_figure(curves(report.EvaluationRecord(0, 9.0)), "").savefig(tmp_path / "only_valid.png")
+    loss_figure(curves(records.EvaluationRecord(0, 9.0)), "").savefig(tmp_path / "only_valid.png")
     loss_figure(curves(step_record(1, loss=math.nan)), "").savefig(tmp_path / "nan.png")
     assert png_size(tmp_path / "none.png") == (9 * DPI, 5 * DPI)
 
@@ -101,7 +90,7 @@ def test_every_span_is_a_bar_at_its_place():
 
 
 def test_two_runs_are_drawn_on_one_scale_under_one_legend(tmp_path):
-    quick = timeline([report.TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
+    quick = timeline([records.TraceSpan(0, "compute", "F0", 0, 1.5)], 2, "thin", seconds=1.5)
     figure = steps_figure([timeline(run="dense"), quick], "One step of each run")
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim() == (0, 10)

@@ -137,12 +137,12 @@ def test_a_torn_write_changes_nothing(book, again, monkeypatch):
     invite = book.invite(["h:1"])
     whole = (book.folder / "book.json").read_bytes()
 
-    def torn(path, content):
+    def torn(path, content, private):
         path.with_name(f".{path.name}.77").write_bytes(content[: len(content) // 2])
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(book_module, "replace_private_file", torn)
+        patch.setattr(book_module, "replace_file", torn)
         with pytest.raises(ConfigError, match="No space left"):
             enrol(book, invite, new_key(), "ada")
     assert book.peers() == [] and not book.is_welcome("ada"), "what is not kept was not done"

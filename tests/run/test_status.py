@@ -14,7 +14,8 @@ from records import step_record
 from tables import as_text
 from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
-from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter
+from thinwire.report import EvaluationRecord, MetricsWriter
+from thinwire.report.records import LinkRecord
 from thinwire.run import protocol as pr
 from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
 from thinwire.run.checkpoints import claim_folder

@@ -36,7 +36,7 @@ def test_a_finished_run_shows_what_its_folder_holds(finished, serve):
     points, valid, events, state, progress, settings = first_of(
         server, "points", "valid", "events", "state", "progress", "settings"
     )
-    steps, validations = steps_of(finished), metrics.read_evaluations(finished)
+    steps, validations = steps_of(finished), metrics.Curves.read(finished).valid
     assert points["step"] == [record.step for record in steps] == list(range(1, STEPS + 1))
     assert points["loss"] == [round(record.loss, 5) for record in steps]
     assert points["hours"][0] == 0 and points["hours"] == sorted(points["hours"])
@@ -294,7 +294,7 @@ def test_train_saves_and_writes_a_text_at_a_validation_and_ends_by_ctrl_c(
     saved.verify()
     assert saved.step == json.loads((story.parent / "summary.json").read_text())["steps"]
     step = int(samples(story.parent)[0].split(":")[0].removeprefix("step "))
-    assert step in [record.step for record in metrics.read_evaluations(story.parent)]
+    assert step in [record.step for record in metrics.Curves.read(story.parent).valid]
     assert not list(story.parent.glob("checkpoints/.sample*"))
 
 

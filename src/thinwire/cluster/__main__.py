@@ -5,14 +5,12 @@ import io
 import os
 import sys
 import traceback
-from pathlib import Path
 
 from thinwire.arguments import add_config, add_resume, number
 from thinwire.cluster.grid import SCHEDULES, Grid, Seat, lay_out
 from thinwire.errors import StageError, ThinwireError, printable
 from thinwire.settings import Settings, load_settings
 
-NEWEST = Path()  # `--resume` without a value
 INTERRUPTED = 130
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout")
 """How gloo and the store of torchrun say that another process is gone."""
@@ -25,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train a run.toml on torch.distributed.pipelining, under torchrun.",
     )
     add_config(parser)
-    add_resume(parser, NEWEST)
+    add_resume(parser)
     about = (
         "order of forward and backward passes; the last three have several stages on each rank "
         "(default: pipeline.schedule)"
@@ -65,7 +63,7 @@ def _train(options: argparse.Namespace, settings: Settings, grid: Grid, seat: Se
     from thinwire.report import open_display, print_summary
 
     resume = options.resume
-    if resume == NEWEST:
+    if resume is True:
         resume = options.config if options.config.is_dir() else settings.run.folder
     world = World(seat, grid, settings.run.device)
     stream = sys.stdout if world.leads else io.StringIO()  # one rank speaks for all

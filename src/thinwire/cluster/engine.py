@@ -199,7 +199,7 @@ def run(
         source = f", from {origin}" if origin else ""
         display.phase("start", f"{world}; links are not emulated{source}")
         if world.leads:
-            rank.record = RunRecord(settings, folder, data, checkpoint, display, goes_on=restarted)
+            rank.record = RunRecord(settings, folder, data, checkpoint, display)
         return rank.live(started)
 
 

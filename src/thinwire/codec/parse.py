@@ -15,7 +15,7 @@ from thinwire.codec.base import Codec, Leg
 from thinwire.codec.quantize import FORMATS, Cast, Integer, StepCodec, TensorInteger
 from thinwire.codec.sparse import RandK, SharedMask, TopK
 from thinwire.codec.wrappers import AQSGD, EF21, ErrorFeedback, MixedErrorFeedback, Zstd
-from thinwire.errors import ConfigError, gone
+from thinwire.errors import ConfigError, GoneError
 from thinwire.typed import nearest
 
 Factory = Callable[..., Codec]
@@ -117,7 +117,7 @@ def _made(factories: dict[str, Factory], name: str, arguments: str, *inner: Code
     """What a factory makes of the arguments, once these fit its signature."""
     if name not in factories:
         if name in GONE:
-            raise gone(f"the codec {name}")
+            raise GoneError(f"the codec {name}")
         is_base = factories is _CODECS
         if name in (_SUFFIXES if is_base else _CODECS):
             hint = f"bf16+{name}" if is_base else f"{name}+zstd"

@@ -46,7 +46,7 @@ from thinwire.model import LoraConfig
 from thinwire.model.layers import UP, is_adapter
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
-from thinwire.report.metrics import read_evaluations
+from thinwire.report.metrics import Row, lines_of
 
 CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
@@ -389,13 +389,12 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _validation_loss(checkpoint: Checkpoint) -> str:
     """The last one before the checkpoint, where that lies in the folder of its run."""
-    folder = checkpoint.folder.parent
-    if folder == checkpoints_folder(folder.parent):
-        with contextlib.suppress(OSError):  # a card is not worth failing for
-            for one in reversed(read_evaluations(folder.parent)):
-                if one.step <= checkpoint.step:
-                    return f"{one.loss:.4f} (step {one.step:,})"
-    return ""
+    run, found = checkpoint.folder.parent.parent, ""
+    if checkpoint.folder.parent == checkpoints_folder(run):
+        for row in filter(None, map(Row.read, lines_of(run))):
+            if row.kind == "evaluation" and row.loss is not None and row.step <= checkpoint.step:
+                found = f"{row.loss:.4f} (step {row.step:,})"
+    return found
 
 
 def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> None:

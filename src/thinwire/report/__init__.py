@@ -6,12 +6,5 @@ imported from `thinwire.report.plots`, apart from the rest, since matplotlib is 
 
 from thinwire.report.display import Display, PlainDisplay, open_display
 from thinwire.report.metrics import MetricsWriter
-from thinwire.report.records import (
-    EvaluationRecord,
-    LinkRecord,
-    StageRecord,
-    StepRecord,
-    Timeline,
-    TraceSpan,
-)
+from thinwire.report.records import EvaluationRecord, StepRecord, Timeline
 from thinwire.report.table import print_summary, summary_table

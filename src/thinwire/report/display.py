@@ -4,15 +4,13 @@ All methods of a display are called from one thread. None fails because the read
 none waits for one who has stopped reading: the run goes on.
 """
 
-import atexit
 import contextlib
 import math
-import os
 import sys
-import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import IO, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -24,20 +22,20 @@ from rich.text import Text
 
 from thinwire.report.human import amount, duration, loss_text, percent
 from thinwire.report.records import EvaluationRecord, StepRecord
-from thinwire.safe_stream import safe_stream
+from thinwire.safe_stream import SafeStream
 
 _TAG_WIDTH = len("[train]")
 _LINE_INTERVAL, _PANEL_INTERVAL = 2.0, 0.25  # seconds between two lines or drawings of one thing
 _STYLES = {"note": "yellow", "valid": "green"}  # of tags; all others are cyan
 
 
-class Display(contextlib.AbstractContextManager["Display"]):
-    """Shows a run to a person. A context manager, so that errors leave a sane terminal."""
+class Display(ABC):
+    """Shows a run to a person."""
 
     share: Callable[[str, str], None] = lambda *said: None  # a method here: the display comes first
     """Tells others what this display has found out itself; whoever leads a run sets it."""
 
-    def opened(self, folder: Path) -> None:
+    def opened(self, folder: Path) -> None:  # noqa: B027
         """Hear that this folder is the run's from now on; most displays need none."""
 
     @abstractmethod
@@ -56,27 +54,23 @@ class Display(contextlib.AbstractContextManager["Display"]):
     def evaluation(self, record: EvaluationRecord) -> None:
         """Show a validation."""
 
-    @abstractmethod
     def note(self, text: str) -> None:
         """Show a warning that does not stop the run."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Show what is still due and give the terminal back. May be called twice."""
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        self.phase("note", text)
 
 
-class PlainDisplay(Display):
-    """One line per event, never rewritten: right for logs, pipes and dumb terminals.
+class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
+    """One line per event, never rewritten: right for logs, pipes and dumb terminals. A context
+    manager, so that errors leave a sane terminal.
 
     Steps, and the progress of long work, are thinned to one line in a few seconds, but the first
     and the last always appear. A step that was held back comes before a phase or a note.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = safe_stream(stream), clock
+    def __init__(self, stream: TextIO | SafeStream) -> None:
+        # One object for each stream keeps its order.
+        self._stream = stream if isinstance(stream, SafeStream) else SafeStream(stream)
+        self._stream.never_wait()
         self._step_due = self._progress_due = -math.inf
         self._latest: StepRecord | None = None
         self._unshown: StepRecord | None = None
@@ -87,20 +81,18 @@ class PlainDisplay(Display):
 
     def _line(self, tag: str, text: str) -> None:
         indented = ("\n" + " " * (_TAG_WIDTH + 1)).join(text.splitlines())
-        lines = f"{padded_tag(tag)} {indented}".split("\n")
-        self._stream.write("".join(line.rstrip() + "\n" for line in lines))
-        self._stream.flush()
+        self._stream.write(f"{padded_tag(tag)} {indented}".rstrip() + "\n")
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
-        if done < total and self._clock() < self._progress_due:
+        if done < total and monotonic() < self._progress_due:
             return
-        self._progress_due = self._clock() + _LINE_INTERVAL
+        self._progress_due = monotonic() + _LINE_INTERVAL
         share = percent(done / total if total else 1.0)
         self._line(tag, f"{share:>5}  {amount(done, total, unit)}")
 
     def step(self, record: StepRecord) -> None:
         self._latest = self._unshown = record
-        if record.step >= record.steps or self._clock() >= self._step_due:
+        if record.step >= record.steps or monotonic() >= self._step_due:
             self._show_step()
 
     def evaluation(self, record: EvaluationRecord) -> None:
@@ -108,17 +100,18 @@ class PlainDisplay(Display):
         facts = "" if bits is None else f"  {bits:.4f} bits/byte"
         self._line("valid", f"{count}  loss {loss_text(record.loss):>7}{facts}")
 
-    def note(self, text: str) -> None:
-        self.phase("note", text)
-
     def close(self) -> None:
+        """Show what is still due and give the terminal back. May be called twice."""
         self._show_step()  # if it was thinned out: a stopped run still ends with a loss
         self._stream.finish()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _show_step(self) -> None:
         record, self._unshown = self._unshown, None
         if record is not None:
-            self._step_due = self._clock() + _LINE_INTERVAL
+            self._step_due = monotonic() + _LINE_INTERVAL
             self._line(
                 "train",
                 f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
@@ -138,15 +131,14 @@ def _step_count(step: int, latest: StepRecord | None) -> str:
     return f"step {step:>{max(4, len(str(latest.steps)))}}/{latest.steps}"
 
 
-def open_display(stream: TextIO, run: str = "thinwire") -> Display:
+def open_display(stream: TextIO, run: str = "thinwire") -> PlainDisplay:
     """The display that suits `stream`: a live panel, headed by the name of the run, on a terminal
     that can move its cursor and has Unicode, else plain lines.
     """
-    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-    unicode = (stream.encoding or "").lower().replace("-", "").startswith("utf")
-    if not stream.isatty() or dumb or not unicode:
+    console = Console(file=stream, highlight=False)
+    if not stream.isatty() or console.is_dumb_terminal or not console.encoding.startswith("utf"):
         return PlainDisplay(stream)
-    return LiveDisplay(Console(file=stream, highlight=False), run)
+    return LiveDisplay(console, run)
 
 
 class LiveDisplay(PlainDisplay):
@@ -154,17 +146,20 @@ class LiveDisplay(PlainDisplay):
     changes when something is reported, at most four times a second: there is no refresh thread.
     """
 
-    def __init__(
-        self, console: Console, run: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(cast(TextIO, console.file), clock)
+    def __init__(self, console: Console, run: str) -> None:
+        super().__init__(cast(TextIO, console.file))
         console.file = cast(IO[str], self._stream)
         self._console, self._run = console, run
-        self._live: Live | None = None
         self._work: RenderableType | None = None
         self._due, self._valid = -math.inf, ""
-        # a caller that dies without `with` must not leave a hidden cursor behind
-        atexit.register(self.close)
+        # prints to the terminal go above the panel; those to a file or pipe stay there
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+            get_renderable=self._panel,
+        )
 
     def progress(self, tag: str, done: int, total: int, unit: str) -> None:
         """Draw a bar in the panel; when all is done, one permanent line replaces it."""
@@ -187,15 +182,8 @@ class LiveDisplay(PlainDisplay):
 
     def close(self) -> None:
         """Leave the last state on the screen, show the cursor, release stdout and stderr."""
-        atexit.unregister(self.close)
-        live, self._live = self._live, None
-        try:
-            if live is not None:
-                live.update(self._panel(), refresh=True)
-        finally:  # also where a Ctrl-C comes while it is drawn
-            if live is not None:
-                live.stop()
-            super().close()
+        self._live.stop()
+        super().close()
 
     def _line(self, tag: str, text: str) -> None:
         # A word longer than a line, as an invite is, must stay whole for whoever copies it.
@@ -204,19 +192,11 @@ class LiveDisplay(PlainDisplay):
         self._console.print(Text.assemble(_tag(tag), " ", text), soft_wrap=is_long)
 
     def _draw(self, at_once: bool = False) -> None:
-        if not at_once and self._clock() < self._due:
+        if not at_once and monotonic() < self._due:
             return
-        self._due = self._clock() + _PANEL_INTERVAL
-        if self._live is None:
-            # prints to the terminal go above the panel; those to a file or pipe stay there
-            self._live = Live(
-                console=self._console,
-                auto_refresh=False,
-                redirect_stdout=sys.stdout.isatty(),
-                redirect_stderr=sys.stderr.isatty(),
-            )
-            self._live.start()
-        self._live.update(self._panel(), refresh=True)
+        self._due = monotonic() + _PANEL_INTERVAL
+        self._live.start()
+        self._live.refresh()
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = []

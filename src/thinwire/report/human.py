@@ -31,8 +31,6 @@ def human_flops(rate: float) -> str:
 
 def human_count(count: float, decimals: int = 1) -> str:
     """A count of tokens or samples: 1_500_000 is "1.5M", a billion is "1B"."""
-    if not math.isfinite(count):
-        return ABSENT
     value, suffix = _scaled(count, ("", "k", "M", "B", "T"))
     text = f"{value:.{decimals}f}"
     return (text.rstrip("0").rstrip(".") if "." in text else text) + suffix
@@ -50,10 +48,8 @@ def duration(seconds: float) -> str:
     return f"{total}s"
 
 
-def elapsed(seconds: float | None) -> str:
+def elapsed(seconds: float) -> str:
     """A measured time to three digits, "13.8 s"; from a minute on as `duration` has it."""
-    if seconds is None or not math.isfinite(seconds):
-        return ABSENT
     if seconds >= 59.95:
         return duration(seconds)
     return f"{seconds:.{1 if seconds >= 9.995 else 2 if seconds >= 0.9995 else 3}f} s"

@@ -19,115 +19,74 @@ from typing import IO, Any
 import msgspec
 
 from thinwire.background import on_daemon_thread
-from thinwire.errors import printable
+from thinwire.errors import ConfigError, printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.typed import learn_types
 
+FILE_NAME, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
 
 
-class WandbLog:
-    """One run of a project on Weights & Biases, or none once something has failed."""
+class MetricsWriter(contextlib.ExitStack):
+    """Appends steps and evaluations to a run's folder, each visible to readers at once, until all
+    that is open is closed.
 
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        folder: Path,
-        config: dict[str, Any],
-        on_lost: Callable[[str], None],
-    ):
-        self._on_lost = on_lost
-        self._run: Any = None
-        with self._trying():
-            wandb = needs("wandb", "wandb", f'run.wandb = "{project}"')
-            # By the environment and wandb's own files. No questions: a run may have no terminal.
-            is_online = wandb.setup().settings.mode == "online"
-            if is_online and not wandb.login(prompt=False):
-                raise ValueError(
-                    "you are not logged in: run `wandb login`, or set WANDB_MODE=offline and "
-                    "upload with `wandb sync` later"
-                )
-            kept = folder / ID_FILE
-            if not kept.is_file():
-                kept.write_text(secrets.token_hex(8) + "\n")
-            self._run = wandb.init(
-                project=project,
-                name=name,
-                id=kept.read_text().strip(),
-                resume="allow",
-                dir=str(folder),
-                config=config,
-                settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
-            )
-            # Not wandb's own counter, which refuses to go back, as a resumed run may.
-            self._run.define_metric("*", step_metric="step")
-
-    def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log what was measured after so many steps."""
-        with self._trying():
-            if self._run is not None:
-                self._run.log({**scalars, "step": step})
-
-    def close(self) -> None:
-        """Upload what is left, within a minute. May be called twice."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        with self._trying():
-            try:
-                on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
-            except TimeoutError:
-                self._on_lost(
-                    f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
-                    "`wandb sync` uploads them later"
-                )
-
-    @contextlib.contextmanager
-    def _trying(self) -> Any:
-        try:
-            yield
-        except Exception as error:  # the package has many of its own, and they may change
-            self._run = None
-            self._on_lost(f"nothing is logged to Weights & Biases, the run continues: {error}")
-
-
-EVENTS_FILE = "events.jsonl"
-SECRETS = ("invite", "web")  # tags of lines that let people in: they stay on the terminal
-_LONGEST = 2000  # characters of one
-_END_BYTES = 1 << 20  # of a file, in which its last step is looked for
-FILE_NAME = "metrics.jsonl"
-
-
-class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
-    """Appends steps and evaluations to a run's folder, each visible to readers at once.
-
-    `resume_step=k` drops what an interrupted run wrote after step k. TensorBoard and `wandb` get
-    the same. A row that a full disk does not take is an OSError and leaves nothing behind; once
-    there is space again, a row of kind "missing" says how many are.
+    What an interrupted run wrote after `resume_step` is dropped. TensorBoard gets the same, and a
+    service that fails gets no more. A row that a full disk does not take is an OSError and leaves
+    nothing behind.
     """
 
-    def __init__(
-        self, folder: str | Path, resume_step: int | None = None, wandb: WandbLog | None = None
-    ) -> None:
-        folder = Path(folder)
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+        super().__init__()
         folder.mkdir(parents=True, exist_ok=True)
-        _drop_after(folder / FILE_NAME, resume_step)
-        self.missing = 0  # rows that could not be written since the last one that was
-        self._file: IO[bytes] = (folder / FILE_NAME).open("ab", buffering=0)
-        self._scalars: Any = None
+        self._folder, path = folder, folder / FILE_NAME
+        _drop_after(path, resume_step)
+        self._file: IO[bytes] = self.enter_context(path.open("ab", buffering=0))
+        self._logs: list[Callable[[dict[str, float], int], None]] = []
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
             # TensorBoard hides what earlier event files hold from the purge step on.
-            purge = None if resume_step is None else resume_step + 1
-            events = str(folder / "tensorboard")
-            self._scalars = SummaryWriter(events, purge_step=purge, flush_secs=10)
-        self._wandb = wandb
+            place, purge = str(folder / "tensorboard"), resume_step + 1
+            board = SummaryWriter(place, purge_step=purge, flush_secs=10)
+            self.callback(board.close)
+
+            def add(scalars: dict[str, float], step: int) -> None:
+                for name, value in scalars.items():
+                    board.add_scalar(name, value, step)
+
+            self._logs.append(add)
+
+    def log_to_wandb(self, project: str, name: str, config: dict[str, Any]) -> None:
+        """Log to Weights & Biases too, as one run of a project, however often it is resumed."""
+        wandb = needs("wandb", "wandb", f'run.wandb = "{project}"')
+        # By the environment and wandb's own files. No questions: a run may have no terminal.
+        is_online = wandb.setup().settings.mode == "online"
+        if is_online and not wandb.login(prompt=False):
+            raise ConfigError(
+                f'run.wandb = "{project}", but you are not logged in: run `wandb login`, or set '
+                "WANDB_MODE=offline and upload with `wandb sync` later"
+            )
+        kept = self._folder / ID_FILE
+        if not kept.is_file():
+            kept.write_text(secrets.token_hex(8) + "\n")
+        run = wandb.init(
+            project=project,
+            name=name,
+            id=kept.read_text().strip(),
+            resume="allow",
+            dir=str(self._folder),
+            config=config,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
+        )
+        # Not wandb's own counter, which refuses to go back, as a resumed run may.
+        run.define_metric("*", step_metric="step")
+        self._logs.append(lambda scalars, step: run.log({**scalars, "step": step}))
+        self.callback(_finish, run)
 
     def step(self, record: StepRecord) -> None:
         """Append a training step."""
@@ -154,44 +113,37 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         scalars = {"loss/valid": record.loss, "loss/valid_bits_per_byte": record.bits_per_byte}
         self._plot(scalars, record.step)
 
-    def close(self) -> None:
-        """Close the files. May be called twice."""
-        self._file.close()
-        if self._scalars is not None:
-            self._scalars.close()
-        if self._wandb is not None:
-            self._wandb.close()
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def _append(self, kind: str, record: StepRecord | EvaluationRecord) -> None:
-        text = line_of(kind, dataclasses.asdict(record))
-        if self.missing:
-            row = {"kind": "missing", "step": record.step, "rows": self.missing}
-            text = json.dumps(row) + "\n" + text
+        line = line_of(kind, dataclasses.asdict(record)).encode()
         end = os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(text.encode()) < len(text.encode()):
+            if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self.missing += 1
             with contextlib.suppress(OSError):
                 self._file.truncate(end)  # half a line would spoil the next one
             raise
-        self.missing = 0
 
     def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
         # where a number is not finite, a gap reads better than a broken axis
         finite = {n: v for n, v in scalars.items() if v is not None and math.isfinite(v)}
-        if self._wandb is not None:
-            self._wandb.add(finite, step)
-        try:
-            for name, value in finite.items() if self._scalars is not None else ():
-                self._scalars.add_scalar(name, value, step)
-        except Exception:  # it has errors of its own, and does not recover from them
-            self._scalars = None
-            raise
+        for log in [*self._logs]:
+            try:
+                log(finite, step)
+            except Exception:  # these packages have many of their own, and do not recover from them
+                self._logs.remove(log)
+                raise
+
+
+def _finish(run: Any) -> None:
+    """End a run of Weights & Biases, which uploads what is left."""
+    try:
+        on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
+    except TimeoutError:
+        raise TimeoutError(
+            f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
+            "`wandb sync` uploads them later"
+        ) from None
 
 
 def line_of(kind: str, values: dict[str, Any]) -> str:
@@ -205,47 +157,22 @@ def without_nan(value: Any) -> Any:
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=float))  # also numpy's numbers
 
 
-def read_evaluations(folder: str | Path) -> list[EvaluationRecord]:
-    """The evaluations of a run, by step."""
-    return [
-        EvaluationRecord(step, math.nan if loss is None else loss, bits)
-        for step, loss, bits in Curves.read(folder).valid
-    ]
-
-
-def last_step(folder: str | Path) -> StepRecord | None:
+def last_step(folder: Path) -> "Row | None":
     """The last step that was written; None where there is none."""
-    path = Path(folder) / FILE_NAME
-    unreadable = OSError, msgspec.MsgspecError, UnicodeDecodeError
-    with contextlib.suppress(*unreadable), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _END_BYTES))
-        for line in reversed(file.readlines()):
-            if (row := Row.read(line)) is not None and row.kind == "step":
-                return msgspec.convert(json.loads(line, object_hook=_with_nan), StepRecord)
-    return None
+    rows = map(Row.read, lines_of(folder))
+    steps = (row for row in rows if row is not None and row.kind == "step")
+    return max(steps, key=lambda row: row.step, default=None)
 
 
-def _with_nan(table: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `without_nan`: null stands for a number that is not finite."""
-    return {key: math.nan if value is None else value for key, value in table.items()}
-
-
-def _drop_after(path: Path, last_step: int | None) -> None:
+def _drop_after(path: Path, last_step: int) -> None:
     """Cut the file off behind `last_step`, and in any case a line that a crash has cut off."""
-    if not path.exists():
-        return
     kept = end = 0
-    with path.open("r+b") as file:
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         for line in file:
-            end, row = end + len(line), Row.read(line)
-            if row is not None and (last_step is None or row.step <= last_step):
+            end, row = end + len(line), Row.read(line) if line.endswith(b"\n") else None
+            if row is not None and row.step <= last_step:
                 kept = end
         file.truncate(kept)
-        file.seek(max(0, kept - 1))
-        if kept and file.read() != b"\n":
-            file.write(b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class Row(msgspec.Struct):
@@ -255,6 +182,7 @@ class Row(msgspec.Struct):
     step: int
     loss: float | None = None
     tokens: int = 0
+    steps: int = 0
     tokens_per_s: float | None = None
     step_seconds: float | None = None
     bits_per_byte: float | None = None
@@ -269,12 +197,12 @@ class Row(msgspec.Struct):
             return None
 
 
-learn_types(Row, StepRecord)  # which threads of a run read
+learn_types(Row)  # which threads of a run read
 
 
-def lines_of(folder: str | Path) -> Iterator[bytes]:
-    """The lines of a run's record, one by one: a long run need not fit into memory."""
-    with contextlib.suppress(FileNotFoundError), (Path(folder) / FILE_NAME).open("rb") as file:
+def lines_of(folder: Path) -> Iterator[bytes]:
+    """The lines of a run's record, one by one, as far as it can be read."""
+    with contextlib.suppress(OSError), (folder / FILE_NAME).open("rb") as file:
         yield from file
 
 
@@ -287,7 +215,7 @@ class Curves:
     """
 
     def __init__(self) -> None:
-        self.valid: list[tuple[int, float | None, float | None]] = []
+        self.valid: list[EvaluationRecord] = []
         self._line = b"{}"  # of the newest step
         self.began = 0.0  # when the first step was written
         self._newest = 0, 0.0  # step, and when it was written
@@ -296,7 +224,7 @@ class Curves:
         self._open: list[tuple[float, ...]] = []  # steps of the next one
 
     @classmethod
-    def read(cls, folder: str | Path) -> "Curves":
+    def read(cls, folder: Path) -> "Curves":
         """Those that a run has written to its folder."""
         curves = cls()
         for line in lines_of(folder):
@@ -314,9 +242,10 @@ class Curves:
         """Add a line of metrics.jsonl; one that cannot be read is left out."""
         if (row := Row.read(line)) is None:
             return
+        loss, speed = (math.nan if x is None else x for x in (row.loss, row.tokens_per_s))
         if row.kind == "evaluation":
-            self.valid = [one for one in self.valid if one[0] < row.step]
-            self.valid.append((row.step, row.loss, row.bits_per_byte))
+            self.valid = [one for one in self.valid if one.step < row.step]
+            self.valid.append(EvaluationRecord(row.step, loss, row.bits_per_byte))
         elif row.kind == "step":
             step, moment = self._newest
             if row.step <= step:  # a run that went back trains it again
@@ -326,8 +255,6 @@ class Curves:
             # Earlier versions wrote no time: then the steps' own seconds count.
             self._newest = row.step, row.time or moment + (row.step_seconds or 0.0)
             self.began = self.began or self._newest[1]
-            speed = math.nan if row.tokens_per_s is None else row.tokens_per_s
-            loss = math.nan if row.loss is None else row.loss
             if len(self._points) >= MOST_POINTS and not self._open:
                 pairs = zip(self._points[::2], self._points[1::2], strict=True)
                 self._points, self._size = [_mean(pair) for pair in pairs], 2 * self._size
@@ -357,8 +284,8 @@ def tell(folder: Path, kind: str, text: str) -> None:
     """Append what happens in a run, in words and with the time, to events.jsonl in its folder, from
     any thread; `kind` is the tag that the terminal shows. A full disk costs events, nothing else.
     """
-    if kind in SECRETS:
+    if kind in ("invite", "web"):  # which let people in: they stay on the terminal
         return
-    line = line_of(kind, {"text": printable(text, _LONGEST)})
+    line = line_of(kind, {"text": printable(text, 2000)})
     with contextlib.suppress(OSError), (folder / EVENTS_FILE).open("ab", buffering=0) as file:
         file.write(line.encode())  # whole, so that lines of several threads do not mix

@@ -3,8 +3,9 @@
 They read at 80 columns, without colour and in ASCII. "-" stands for a number that is not known.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,129 +42,108 @@ def print_summary(summary: Summary) -> None:
 
 
 def _facts(summary: Summary) -> RenderableType:
+    """What is known of the run, line by line; what is not is left out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    grid.add_row("validation loss", Text(_validation(summary), style="bold"))
-    grid.add_row("training loss", _training(summary))
-    grid.add_row("steps", _steps(summary))
-    if (epochs := summary["epochs"]) > 1:
-        formed = f"{epochs:,}: the run was formed again after peers left or were lost"
-        grid.add_row("epochs", formed)
-    grid.add_row("speed", _speed(summary))
-    grid.add_row("time", _time(summary))
-    grid.add_row("step time", _step_time(summary))
-    keys = "bubble_fraction", "simulated_bubble_fraction"
-    bubble, simulated = (percent(summary[key]) for key in keys)
-    compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
-    told = f"{bubble} of the stages' time in a step is not compute{compared}"
-    grid.add_row("bubble", bubble if bubble == ABSENT else told)
-    fewer = against_bf16(summary["ratio_vs_bf16"])
-    grid.add_row("bytes at the cuts", fewer if fewer == ABSENT else f"{fewer}, headers included")
-    if sent := summary["bytes_sent"]:
-        scored = human_bytes(sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS))
-        total = human_bytes(sent["total"])
-        grid.add_row("bytes sent", f"{total} between stages, {scored} of it for validations")
-    if summary["control_bytes"]:
-        control = human_bytes(summary["control_bytes"])
-        grid.add_row("control stream", f"{control} between stages and coordinator, not at the cuts")
-    if moved := summary.get("beside_bytes"):  # checkpoints, states and ids of other machines
-        parts = (f"{human_bytes(size)} of {what}" for what, size in moved.items())
-        grid.add_row("beside the cuts", ", ".join(parts))
-    busy = percent(summary["link_utilisation"])
-    grid.add_row("busiest uplink", busy if busy == ABSENT else f"sends {busy} of the time")
-    if space := summary["space"]:
-        grid.add_row("subspace drift", f"{_number(space['largest_drift'], '.1e')} at most")
-        if moves := space["moves"]:
-            before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
-            grid.add_row("basis moves", f"{len(moves):,}, captured energy {before} -> {after}")
+    for name, told in itertools.chain(_reached(summary), _took(summary), _sent(summary)):
+        grid.add_row(name, told)
     grid.add_row("settings", f"hash {summary['config_hash']}, seed {summary['seed']}")
     return grid
 
 
-def _validation(summary: Summary) -> str:
-    losses = summary["valid_losses"]
-    if not losses:
-        return ABSENT
-    (first_step, first), (last_step, last) = losses[0], losses[-1]
-    loss, steps = loss_text(last), f"step {last_step:,}"
-    if len(losses) > 1:  # one alone may be of the start of an interrupted run
-        loss, steps = f"{loss_text(first)} -> {loss}", f"step {first_step:,} -> {last_step:,}"
-    return f"{loss} nats per token ({steps}), of {summary['valid_tokens']:,} tokens"
+def _reached(summary: Summary) -> Iterator[tuple[str, str | Text]]:
+    """Losses, and in how many steps they were reached."""
+    if losses := summary["valid_losses"]:
+        ends = [*losses[:1], *losses[1:][-1:]]  # one alone may be of the start of a run
+        loss = " -> ".join(loss_text(loss) for _, loss in ends)
+        steps = " -> ".join(f"{step:,}" for step, _ in ends)
+        told = f"{loss} nats per token (step {steps}), of {summary['valid_tokens']:,} tokens"
+        yield "validation loss", Text(told, style="bold")
+    if (mean := summary["final_train_loss"]) is not None:
+        last, count = loss_text(summary["last_train_loss"]), summary["final_train_loss_steps"]
+        why = "" if math.isfinite(mean) else ", of which one was not finite"
+        several = f"{loss_text(mean)} (mean of the last {count} steps{why}), {last} in the last"
+        yield "training loss", several if count > 1 else f"{last} in the only step"
 
-
-def _training(summary: Summary) -> str:
-    mean, last = summary["final_train_loss"], summary["last_train_loss"]
-    if mean is None:
-        return ABSENT
-    count = summary["final_train_loss_steps"]
-    if count == 1:
-        return f"{loss_text(last)} in the only step"
-    why = "" if math.isfinite(mean) else ", of which one was not finite"
-    return f"{loss_text(mean)} (mean of the last {count} steps{why}), {loss_text(last)} in the last"
-
-
-def _steps(summary: Summary) -> str:
     done, first = summary["steps"], summary["first_step"]
-    text = f"{done:,} of {summary['steps_planned']:,}"
+    told = f"{done:,} of {summary['steps_planned']:,}"
     if first:
-        text += f"; {done - first:,} in this run, which resumed at step {first:,}"
+        told += f"; {done - first:,} in this run, which resumed at step {first:,}"
     if (again := summary["steps_run"] - (done - first)) > 0:
-        text += f"; {again:,} trained twice, since a peer was lost after them"
-    return text
+        told += f"; {again:,} trained twice, since a peer was lost after them"
+    yield "steps", told
+    if (epochs := summary["epochs"]) > 1:
+        yield "epochs", f"{epochs:,}: the run was formed again after peers left or were lost"
 
 
-def _speed(summary: Summary) -> str:
-    """Tokens per second, and what it is the quotient of."""
-    timed = summary["timed"]
-    speed = f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s"
-    if not timed["steps"]:
-        return speed
-    first = "the first 2 of each epoch" if summary["epochs"] > 1 else "the first 2"
-    left_out = {
-        "steady": f"; not counted: {first}, and those right after a validation",
-        "behind validations": ", each right after a validation, whose end it includes",
-        "first": ", which include the warm-up",
-    }[timed["which"]]
-    steps = f"{timed['steps']:,} step{'s' if timed['steps'] > 1 else ''}"
-    return (
-        f"{speed}: {steps} of {timed['tokens_per_step']:,} tokens in "
-        f"{elapsed(timed['seconds'])}{left_out}"
-    )
-
-
-def _time(summary: Summary) -> str:
-    """How the seconds of the run divide; the parts add up to the total."""
-    parts = summary["seconds"]
+def _took(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Where the time went, whose parts add up to the total, and what a step took."""
+    timed, parts = summary["timed"], summary["seconds"]
+    if count := timed["steps"]:
+        warm = "the first 2 of each epoch" if summary["epochs"] > 1 else "the first 2"
+        left_out = {
+            "steady": f"; not counted: {warm}, and those right after a validation",
+            "behind validations": ", each right after a validation, whose end it includes",
+            "first": ", which include the warm-up",
+        }[timed["which"]]
+        steps = f"{count:,} step{'s' if count > 1 else ''} of {timed['tokens_per_step']:,} tokens"
+        speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
+        yield "speed", f"{speed}: {steps} in {elapsed(timed['seconds'])}{left_out}"
     waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts["waiting"] else ""
-    return (
+    told = (
         f"{elapsed(summary['total_seconds'])}: {elapsed(parts['start'])} start, "
         f"{elapsed(parts['training'])} training, {elapsed(parts['validation'])} validation, "
         f"{waiting}{elapsed(parts['other'])} saving and ending"
     )
-
-
-def _step_time(summary: Summary) -> str:
+    yield "time", told
     measured, simulated = summary["step_seconds_median"], summary["simulated_step_seconds"]
-    text = f"{elapsed(measured)} measured (median)"
-    if not measured or not simulated or not math.isfinite(measured / simulated):
-        return text
-    more = measured / simulated - 1
-    side = f"{abs(more):.0%} {'above' if more >= 0 else 'below'}"
-    return (
-        f"{text}, {side} the {elapsed(simulated)} simulated from the run's compute times and bytes"
-    )
+    if measured:
+        told = f"{elapsed(measured)} measured (median)"
+        if simulated and math.isfinite(more := measured / simulated - 1):
+            side = f"{abs(more):.0%} {'above' if more >= 0 else 'below'} the {elapsed(simulated)}"
+            told += f", {side} simulated from the run's compute times and bytes"
+        yield "step time", told
+    keys = "bubble_fraction", "simulated_bubble_fraction"
+    bubble, simulated = (percent(summary[key]) for key in keys)
+    if bubble != ABSENT:
+        compared = "" if simulated == ABSENT else f" (simulated: {simulated})"
+        yield "bubble", f"{bubble} of the stages' time in a step is not compute{compared}"
+
+
+def _sent(summary: Summary) -> Iterator[tuple[str, str]]:
+    """What crossed which links, and the space that stages share."""
+    if (fewer := against_bf16(summary["ratio_vs_bf16"])) != ABSENT:
+        yield "bytes at the cuts", f"{fewer}, headers included"
+    if sent := summary["bytes_sent"]:
+        scored = human_bytes(sum(sent["by_kind"].get(kind, 0) for kind in _VALIDATION_KINDS))
+        total = human_bytes(sent["total"])
+        yield "bytes sent", f"{total} between stages, {scored} of it for validations"
+    if summary["control_bytes"]:
+        control = human_bytes(summary["control_bytes"])
+        yield "control stream", f"{control} between stages and coordinator, not at the cuts"
+    if moved := summary.get("beside_bytes"):  # checkpoints, states and ids of other machines
+        parts = (f"{human_bytes(size)} of {what}" for what, size in moved.items())
+        yield "beside the cuts", ", ".join(parts)
+    if (busy := percent(summary["link_utilisation"])) != ABSENT:
+        yield "busiest uplink", f"sends {busy} of the time"
+    if space := summary["space"]:
+        if (drift := space["largest_drift"]) is not None:
+            yield "subspace drift", f"{drift:.1e} at most"
+        if moves := space["moves"]:
+            before, after = percent(moves[0]["energy_before"]), percent(moves[-1]["energy_after"])
+            yield "basis moves", f"{len(moves):,}, captured energy {before} -> {after}"
 
 
 def _cut_table(summary: Summary) -> RenderableType:
     names = "forward", "backward", "dense bf16\none way", "bytes vs\ndense bf16", "busier\nuplink"
-    table = plain_table("Bytes per token at each cut", "cut", "stages", *number_columns(*names))
+    table = plain_table("Bytes per token at each cut", "cut", "stages", numbers=names)
     for row in summary["cuts"]:
         sizes = (row[f"{name}_bytes_per_token"] for name in ("forward", "backward", "bf16"))
         table.add_row(
             str(row["cut"]),
             f"{row['cut']}, {row['cut'] + 1}",
-            *(_number(size, ",.1f") for size in sizes),
+            *(f"{size:,.1f}" for size in sizes),
             saving(row["ratio_vs_bf16"]),
             percent(row["link_utilisation"]),
         )
@@ -175,18 +155,12 @@ def _time_table(summary: Summary) -> RenderableType:
     rows = summary["time_shares"]
     waits = [why for why in rows[0]["wait_for"] if any(r["wait_for"][why] >= 5e-4 for r in rows)]
     names = ["compute", "update", *(f"wait for\n{why}" for why in waits), "other"]
-    table = plain_table("Where the time of a step went", "stage", *number_columns(*names))
+    table = plain_table("Where the time of a step went", "stage", numbers=names)
     for row in rows:
         waited = [row["wait_for"][why] for why in waits]
         shares = [row["compute"], row["update"], *waited, row["other"]]
         table.add_row(str(row["stage"]), *map(percent, shares))
     return table
-
-
-def _number(value: float | None, form: str) -> str:
-    if value is None or not math.isfinite(value):
-        return ABSENT
-    return format(value, form)
 
 
 def saving(ratio: float | None) -> str:
@@ -208,14 +182,12 @@ def against_bf16(ratio: float | None) -> str:
     return f"{text} over dense bf16" if text == "no saving" else f"{text} bytes than dense bf16"
 
 
-def plain_table(title: str, *columns: Column | str) -> Table:
-    """An empty table with a title and a rule under its head, as all of ours are."""
+def plain_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    """An empty table with a title and a rule under its head, as all of ours are. Columns of numbers
+    stand behind the others, to the right, and these are never broken over lines.
+    """
+    right = (Column(name, justify="right", no_wrap=True) for name in numbers)
     return Table(
-        *columns, title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim",
-        box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,
+        *columns, *right, title=f"\n{title}", title_justify="left", title_style="bold",
+        header_style="dim", box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,
     )  # fmt: skip
-
-
-def number_columns(*names: str) -> list[Column]:
-    """Columns to the right, whose numbers are never broken over lines."""
-    return [Column(name, justify="right", no_wrap=True) for name in names]

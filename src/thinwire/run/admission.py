@@ -35,7 +35,7 @@ from thinwire.errors import (
     WireError,
     printable,
 )
-from thinwire.folders import private_folder, replace_private_file
+from thinwire.folders import private_folder, replace_file
 from thinwire.wire import Grant, Identity, Listener, Pipe, Route, Routes, dial, ping
 from thinwire.wire.keys import RUN_DIGITS, fingerprint_of, is_name
 from thinwire.wire.sockets import split_address
@@ -384,7 +384,7 @@ def _unused(taken: Container[str], draw: Callable[[], str]) -> str:
 
 def _keep(path: Path, content: bytes) -> None:
     try:
-        replace_private_file(path, content)
+        replace_file(path, content, private=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error}; free some space there") from error
 
@@ -394,7 +394,7 @@ def _kept_key(path: Path, remedy: str, place: str) -> str:
     try:
         private_folder(path.parent)
         if not path.exists():
-            replace_private_file(path, Identity.create("").key_pem.encode())
+            replace_file(path, Identity.create("").key_pem.encode(), private=True)
         key_pem = path.read_text()
         Identity("", key_pem).fingerprint  # noqa: B018
     except OSError as error:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import thinwire
 from thinwire.errors import AdmissionError, ThinwireError, WireError
-from thinwire.paths import peer_folder
+from thinwire.paths import peers_folder
 from thinwire.report.human import duration, human_bytes
 from thinwire.run.admission import HostSays, Invite, saved_identity
 from thinwire.run.admission import ask as ask_host
@@ -96,7 +96,7 @@ def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Findin
             what, _, fix = str(error).partition("; ")
             trouble = "It says neither where the run is nor how to know it."
             yield Finding("blocks", what, trouble, fix)
-    place = folder or peer_folder(invite.run_id if invite else "RUN")
+    place = folder or peers_folder() / (invite.run_id if invite else "RUN")
     system = f"{platform.system()} {platform.machine()}"
     python = platform.python_version()  # an older one than thinwire needs cannot import this
     yield fine(f"thinwire {thinwire.__version__}, Python {python} on {system}")

@@ -30,7 +30,7 @@ from thinwire.data import Corpus
 from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import are_cuts_learned
 from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
-from thinwire.folders import replace_private_file
+from thinwire.folders import replace_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
 from thinwire.run import protocol as msg
@@ -320,7 +320,7 @@ class _Hosting(Base):
         """Print the invite, and keep it in the run's folder for whoever closed the window."""
         path = self.folder / "authority" / "invite.txt"
         with contextlib.suppress(OSError):
-            replace_private_file(path, f"thinwire join {invite}\n".encode())
+            replace_file(path, f"thinwire join {invite}\n".encode(), private=True)
         hours = invite.seconds_left() / 3600
         who = "one machine joins" if machines == 1 else f"up to {machines} machines join"
         self.display.phase("invite", f"for the next {hours:.0f} hours, {who} with")
@@ -343,7 +343,7 @@ class _Hosting(Base):
         machines = {member.name: member.machine for member in self.members.all()}
         links = links_of([machines.get(name, Machine()) for name in seats])
         display, data, before = self.display, self.data, self.record
-        record = RunRecord(settings, folder, data, checkpoint, display, True, before, links)
+        record = RunRecord(settings, folder, data, checkpoint, display, before, links)
 
         def show_last_checkpoint(done: int, total: int) -> None:
             """While training goes on, checkpoints travel unseen; at its end one is waited for."""

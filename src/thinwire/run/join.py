@@ -50,7 +50,7 @@ from thinwire.errors import (
     printable,
 )
 from thinwire.folders import claimed
-from thinwire.paths import cache_folder, peer_folder
+from thinwire.paths import cache_folder, peers_folder
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, line_of
 from thinwire.run import protocol as msg
@@ -126,7 +126,7 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
     """Take part in the run of an invite; returns in a sentence how that ended."""
     terms.check()
     raise_descriptor_limit()
-    folder = terms.folder or peer_folder(invite.run_id)
+    folder = terms.folder or peers_folder() / invite.run_id
     advice = "stop it, or join as a further peer with --folder and --name"
     with claimed(folder, advice, private=True):
         display.opened(folder)

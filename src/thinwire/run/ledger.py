@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report import (
+from thinwire.report.records import (
     EvaluationRecord,
     LinkRecord,
     StageRecord,

@@ -35,6 +35,7 @@ import msgspec
 from thinwire.engine.reports import Audited, Meters, Report, Step
 from thinwire.errors import WireError, printable
 from thinwire.report import EvaluationRecord, StepRecord, Timeline
+from thinwire.report.metrics import Row
 from thinwire.run.machine import Machine
 from thinwire.schedule import Costs, Links
 from thinwire.typed import Finite, learn_types
@@ -98,14 +99,14 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As it crosses the socket, and as `--json` shows it."""
         return dict(msgspec.to_builtins(self))
 
-    def after(self, step: StepRecord | None) -> "StatusReport":
+    def after(self, step: StepRecord | Row | None) -> "StatusReport":
         """The same with the figures of the last step; JSON has none that are not finite."""
         if step is None:
             return self
-        loss = step.loss if math.isfinite(step.loss) else None
-        rate = step.tokens_per_s if math.isfinite(step.tokens_per_s) else 0.0
+        figures = step.loss, step.tokens_per_s
+        loss, rate = (None if x is None or not math.isfinite(x) else x for x in figures)
         return msgspec.structs.replace(
-            self, step=step.step, steps=step.steps, loss=loss, tokens_per_s=rate
+            self, step=step.step, steps=step.steps, loss=loss, tokens_per_s=rate or 0.0
         )
 
     def arrived(self, now: float) -> "StatusReport":

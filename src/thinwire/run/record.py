@@ -21,7 +21,7 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireEr
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
+from thinwire.report.metrics import Curves, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, LossWatch, bits_per_byte
@@ -47,22 +47,20 @@ class RunRecord:
         data: Corpus,
         resumed: Checkpoint | None,
         display: Display,
-        goes_on: bool = False,
         earlier: "RunRecord | None" = None,
         links: Links | None = None,
     ):
-        """`goes_on`: what is in the folder is this run, also where it begins anew from the seed.
-        `earlier`: the record of the epoch before. `links`: as a Ledger takes them.
-        """
+        """`earlier`: the record of the epoch before. `links`: as a Ledger takes them."""
         self.settings, self.folder, self.display = settings, folder, display
         self.checkpoints = Checkpoints(settings, folder, data, resumed, display)
         self.is_over = False  # its stages are done; results are left to write
         self._feed = Feed(data, settings, torch.device("cpu"))
-        self._resume_step = resumed.step if resumed else 0 if goes_on else None
+        self._first_step = resumed.step if resumed else 0
         self._origin = origin_in(resumed)
         self._earlier, self._links = earlier, links
         self._began = self._closed = time.monotonic()
         self._metrics: MetricsWriter | None = None
+        self._trouble_of_metrics = ""  # which the last writing had
         self._is_drawing = self._in_haste = False
         self._due = 0.0  # when progress is written again
 
@@ -133,9 +131,7 @@ class RunRecord:
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()
-        latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
-        with contextlib.suppress(OSError):
-            earlier = read_evaluations(self.folder)
+        latest, earlier = self.checkpoints.latest, Curves.read(self.folder).valid
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {
@@ -191,8 +187,8 @@ class RunRecord:
 
     def _begin(self, begun: ev.Begin) -> None:
         """Begin or continue what is written of the run, now that its stages train."""
-        settings = self.settings
-        now, first_step = time.monotonic(), self._resume_step or 0
+        settings, run = self.settings, self.settings.run
+        now, first_step = time.monotonic(), self._first_step
         if self._earlier is None:
             self._began = now
             self.ledger = Ledger(settings, begun.stages, first_step, self._links)
@@ -201,7 +197,7 @@ class RunRecord:
             waited = now - self._earlier._closed
             self.ledger.go_on(begun.stages, first_step, self._links, waited)
             self._earlier = None
-        header = f"# settings of run {settings.run.name}, hash {settings.hash}\n"
+        header = f"# settings of run {run.name}, hash {settings.hash}\n"
         for origin in self._origin.values():
             facts = ", ".join(f"{key} {json.dumps(value)}" for key, value in origin.items())
             header += f"# its weights started from: {facts}\n"
@@ -209,13 +205,11 @@ class RunRecord:
             self._losses = LossWatch(self.checkpoints.begin())
             text = header + "\n" + to_toml(settings.relaxed(), settings.with_window())
             (self.folder / "config.toml").write_text(text)
-            run, log = settings.run, None
-            if run.wandb:
-                plain = settings.to_plain()
-                log = WandbLog(run.wandb, run.name, self.folder, plain, self.display.note)
-            self._metrics = MetricsWriter(self.folder, self._resume_step, log)
+            self._metrics = MetricsWriter(self.folder, first_step)
         except OSError as error:
             raise ConfigError(f"cannot write the run's record to {self.folder}: {error}") from error
+        if run.wandb:
+            self._write(MetricsWriter.log_to_wandb, run.wandb, run.name, settings.to_plain())
 
     def _on_step(self, stage: int, report: Step) -> None:
         record = self.ledger.add_step(stage, report)
@@ -250,17 +244,16 @@ class RunRecord:
 
     def _write(self, write: Callable[..., None], *values: Any) -> None:
         """Give the metrics something to write; a full disk costs rows, but not the training."""
-        if (metrics := self._metrics) is None:
+        if self._metrics is None:
             return
-        missing = metrics.missing
+        trouble = ""
         try:
-            write(metrics, *values)
-        except Exception as error:  # TensorBoard has errors of its own
-            if not missing:
-                self.display.note(f"metrics could not be written, training continues: {error}")
-        if missing and not metrics.missing:
-            gap = f"a row of metrics.jsonl says that {missing} are missing"
-            self.display.note(f"metrics are written again; {gap}")
+            write(self._metrics, *values)
+        except Exception as error:  # TensorBoard and wandb have many of their own
+            trouble = f"metrics could not be written, training continues: {error}"
+        if trouble and trouble != self._trouble_of_metrics:
+            self.display.note(trouble)
+        self._trouble_of_metrics = trouble
 
     def _write_progress(self, is_last: bool = False) -> None:
         """Keep how the run works, for whoever looks on; in a hundredth of this thread's time."""
@@ -296,16 +289,12 @@ class RunRecord:
                 raise Interrupted
             plots, name = self.folder / "plots", self.settings.run.name
             plots.mkdir(exist_ok=True)
-            timeline = self.ledger.typical_step() if self.ledger.records else None
-            if timeline is not None:
-                (plots / "step.json").write_bytes(msgspec.json.encode(timeline) + b"\n")
             needs("matplotlib", extra="plots", what="drawing")
-            from thinwire.report.metrics import Curves
             from thinwire.report.plots import loss_figure, steps_figure  # slow to import
 
             loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
-            if timeline is not None:
-                steps_figure([timeline]).savefig(plots / "step.png")
+            if self.ledger.records:
+                steps_figure([self.ledger.typical_step()]).savefig(plots / "step.png")
         finally:
             self._is_drawing = False
 

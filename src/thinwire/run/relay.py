@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from thinwire.errors import ConfigError
-from thinwire.folders import replace_private_file
+from thinwire.folders import replace_file
 from thinwire.paths import data_folder, expanded
 from thinwire.report.human import human_bytes
 from thinwire.run.admission import is_address
@@ -67,7 +67,7 @@ def _password(pass_file: Path | None) -> str:
     path = expanded(pass_file, "--pass-file") if pass_file else data_folder() / "relay-pass"
     try:
         if pass_file is None and not path.exists():
-            replace_private_file(path, (secrets.token_urlsafe(18) + "\n").encode())
+            replace_file(path, (secrets.token_urlsafe(18) + "\n").encode(), private=True)
         password = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the relay's pass from {path}: {error}") from None

@@ -232,9 +232,6 @@ class SharedDisplay(Display):
     def _share(self, tag: str, text: str) -> None:
         self._tell_all(msg.News(text, tag))
 
-    def close(self) -> None:
-        self._show(self._shown.close)
-
     def _show(self, show: Callable[..., None], *values: Any) -> None:
         with self._lock:
             show(*values)

@@ -15,7 +15,7 @@ from typing import Any
 
 from thinwire.codec import CodecConfig
 from thinwire.data import DataConfig
-from thinwire.errors import ConfigError, gone
+from thinwire.errors import ConfigError, GoneError
 from thinwire.model import BoundaryConfig, LoraConfig, ModelConfig, OptimConfig
 from thinwire.paths import expanded
 from thinwire.schedule import PipelineConfig, Schedule, build, split_layers
@@ -272,9 +272,9 @@ def _without_gone(values: dict[str, Any]) -> dict[str, Any]:
         for key, value in keys.items():
             has_effect = unused.get(key, value) not in (value, _ANY)
             if has_effect or (section, key, value) in GONE_VALUES:
-                raise gone(f"{section}.{key} = {value!r}")
+                raise GoneError(f"{section}.{key} = {value!r}")
         if keys.get("mode") == "projected" and keys.get("anchor") == "fixed":
-            raise gone('boundary.anchor = "fixed" with boundary.mode = "projected"')
+            raise GoneError('boundary.anchor = "fixed" with boundary.mode = "projected"')
     return kept
 
 
@@ -300,7 +300,7 @@ def apply_override(values: dict[str, Any], override: str, kind: type = Settings)
     if section not in sections:
         raise ConfigError(f'unknown section "{section}"{nearest(section, sections)}')
     if key in GONE.get(section, {}) and kind is Settings:
-        raise gone(f"{section}.{key}")
+        raise GoneError(f"{section}.{key}")
     parsed = parse_literal(text.strip(), sections[section], key, f"{section}.{key}")
     table = values.setdefault(section, {})
     if not isinstance(table, dict):

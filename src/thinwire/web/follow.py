@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from thinwire.errors import ConfigError
-from thinwire.folders import replace_private_file
+from thinwire.folders import replace_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
@@ -40,7 +40,7 @@ class _Kept(msgspec.Struct):
     port: int = 0
 
 
-class Followed(Display):
+class Followed(Display, contextlib.AbstractContextManager["Followed"]):
     """Shows a run on a terminal, keeps what happens in its folder, and serves the page of it.
 
     `listen`: an address, "" for the usual one, "off" for no page. `role`: "train", "host", "join".
@@ -79,21 +79,14 @@ class Followed(Display):
     def evaluation(self, record: EvaluationRecord) -> None:
         self._shown.evaluation(record)
 
-    def note(self, text: str) -> None:
-        self._shown.note(text)
-        self._tell("note", text)
-
-    def close(self) -> None:
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._server is not None:
-            self._server.close()
-
     def __exit__(self, *raised: object) -> None:
         error = raised[1]
         text = f"failed: {error}" if error is not None else "ended in good order"
         self._tell("end", "stopped by its user" if isinstance(error, KeyboardInterrupt) else text)
-        self.close()
+        if self._sampler is not None:
+            self._sampler.close()
+        if self._server is not None:
+            self._server.close()
 
     def _tell_everybody(self, kind: str, text: str) -> None:
         self._tell(kind, text)
@@ -115,7 +108,7 @@ class Followed(Display):
         if is_host:
             with contextlib.suppress(OSError):
                 kept = _Kept(server.token, server.port)
-                replace_private_file(place, msgspec.json.encode(kept))
+                replace_file(place, msgspec.json.encode(kept), private=True)
         server.start()
         # Elsewhere nobody reads without the token; here it is for what a host alone may do.
         needs_token = is_host or not server.is_private
@@ -168,7 +161,7 @@ class Sampler:
             if self._is_over:
                 return
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "thinwire.cli", *words],
+                [sys.executable, "-P", "-m", "thinwire", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

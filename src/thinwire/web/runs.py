@@ -123,7 +123,7 @@ class RunView:
                 plain = msgspec.to_builtins(progress) if progress else {}
                 facts = compared(self._settings, progress) if self._settings and progress else {}
                 self._show("progress", {**plain, **facts})
-            self._show("valid", self.curves.valid)
+            self._show("valid", [dataclasses.astuple(one) for one in self.curves.valid])
             self._show("events", self._events)
             self._show("state", self._state())
             self._looked = time.monotonic()
