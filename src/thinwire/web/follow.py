@@ -1,7 +1,4 @@
-"""A run that can be watched: its display also keeps the story, and serves the page of its folder.
-
-`thinwire host`, `train` and `join` put it around the display of the terminal.
-"""
+"""A run that can be watched: its display keeps the story too, and serves the page of its folder."""
 
 import contextlib
 import functools
@@ -21,7 +18,6 @@ from thinwire.folders import replace_private_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
-from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
 
 if TYPE_CHECKING:
@@ -122,7 +118,13 @@ class Followed(Display):
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
     def _page(self) -> "ASGIApp":
-        return make_page([self._folder], is_own=True)
+        return _make_page([self._folder], is_own=True)
+
+
+def _make_page(folders: list[Path], is_own: bool = False) -> "ASGIApp":
+    from thinwire.web import page  # slow
+
+    return page.make_page(folders, is_own)
 
 
 class Sampler:
@@ -191,7 +193,7 @@ def watch(folders: list[Path], listen: str) -> None:
                 f"{folder} holds no run: name the folder of one, which has a {FILE_NAME}"
             )
     place = listen or f"{USUAL_HOST}:{USUAL_PORT}"
-    server = WebServer(lambda: make_page(folders), place, takes_next_port=not listen)
+    server = WebServer(lambda: _make_page(folders), place, takes_next_port=not listen)
     with server, contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
         print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
         print("Ctrl-C ends the page, not the run.")

@@ -65,7 +65,7 @@ class WebServer:
         self.address = f"http://{outside_address(host, self.port)}/"
         self._wake, self._woken = socket.socketpair()
         self._server: uvicorn.Server | None = None
-        self._lock, self._is_over = threading.Lock(), False
+        self._is_over = False
         self._thread = threading.Thread(target=self._serve, name="thinwire web", daemon=True)
 
     @property
@@ -80,10 +80,9 @@ class WebServer:
 
     def close(self) -> None:
         """Answer no more, and free the port. May be called twice."""
-        with self._lock:
-            is_first, self._is_over = not self._is_over, True
-        if not is_first:
+        if self._is_over:
             return
+        self._is_over = True
         self._wake.send(b".")
         if self._server is not None:
             self._server.should_exit = True
@@ -111,12 +110,9 @@ class WebServer:
             proxy_headers=False, server_header=False, date_header=False,
             limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=self._patience,
         )  # fmt: skip
-        server = uvicorn.Server(config)
-        with self._lock:
-            if self._is_over:
-                return
-            self._server = server
-        server.run(sockets=[self._socket])
+        self._server = uvicorn.Server(config)
+        if not self._is_over:  # `close` says so before it looks for a server to end
+            self._server.run(sockets=[self._socket])
 
 
 def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> "ASGIApp":
