@@ -185,23 +185,20 @@ def join_command(options: argparse.Namespace) -> None:
     if options.tied:
         threading.Thread(target=_leave_with_input, daemon=True).start()
     invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
-    wait_for_no_reader()
 
-    from thinwire.report import open_display
     from thinwire.run.join import Terms, join
-    from thinwire.web.follow import OFF, Followed
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
     place = options.name, options.folder, "" if options.no_listen else options.listen
     plugins = tuple(options.allow_plugin)
     terms = Terms(*place, options.device, options.threads, plugins, *paths)
-    web = OFF if options.tied else options.web  # a host's own peer is on the host's page
-    with (
-        open_display(sys.stdout, invite.run_name) as shown,
-        Followed(shown, web, "join") as display,
-    ):
-        farewell = join(invite, terms, display)
-        display.phase("end", farewell)
+    web = "off" if options.tied else options.web  # a host's own peer is on the host's page
+
+    def run(display: "Display") -> dict[str, Any]:
+        display.phase("end", join(invite, terms, display))
+        return {}
+
+    run_to_end(run, invite.run_name, lambda: "", shows_summary=False, web=web, role="join")
 
 
 def _leave_with_input() -> None:
@@ -265,6 +262,6 @@ def leave_command(options: argparse.Namespace) -> None:
 
 
 def _ask(folder: Path | None, request: dict[str, Any], of_host: bool = True) -> None:
-    from thinwire.run.alive import ask, host_folder, member_folder
+    from thinwire.run.alive import ask, folder_to_ask
 
-    print(ask(host_folder(folder) if of_host else member_folder(folder), request)["text"])
+    print(ask(folder_to_ask(folder, of_host), request)["text"])

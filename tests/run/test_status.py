@@ -16,10 +16,10 @@ from thinwire.engine.reports import StageCosts, Step
 from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, LinkRecord, MetricsWriter
 from thinwire.run import protocol as pr
-from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
+from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, ask_status, is_alive
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.machine import Machine
-from thinwire.run.status import Standing, status_from_plain, status_table
+from thinwire.run.status import Standing, status_table
 
 NOW = 1_800_000_000.0
 RUN_ID = "0123456789abcdef"
@@ -54,7 +54,7 @@ def kick(request):
     return {"text": "ben was kicked"}
 
 
-HANDLERS = {"status": lambda request: REPORT.to_plain(), "kick": kick}
+HANDLERS = {"status": lambda request: REPORT, "kick": kick}
 
 
 @pytest.fixture
@@ -63,14 +63,16 @@ def control(folder):
         yield control
 
 
-def test_questions_are_answered(control, folder):
+def test_questions_are_answered(control, folder, monkeypatch):
     assert stat.S_IMODE(control.path.stat().st_mode) == 0o600, "only its user may ask"
     assert is_alive(folder)
-    assert status_from_plain(ask(folder, {"ask": "status"})) == REPORT
+    assert ask_status(folder) == REPORT
     assert ask(folder, {"ask": "kick", "peer": "ben"}) == {"text": "ben was kicked"}
     for changed in ({"mood": "good"}, {"peers": [{"name": "a"}]}, {"step": "x"}):
+        said = {**REPORT.to_plain(), **changed}
+        monkeypatch.setitem(HANDLERS, "status", lambda request, said=said: said)
         with pytest.raises(WireError, match="does not know"):
-            status_from_plain({**REPORT.to_plain(), **changed})
+            ask_status(folder)
     with pytest.raises(ConfigError, match="nobody called eve"):
         ask(folder, {"ask": "kick", "peer": "eve"})
     with pytest.raises(ConfigError, match=r"'leave' cannot be asked here; what can: kick, status"):

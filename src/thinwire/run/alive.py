@@ -16,7 +16,7 @@ import socketserver
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,15 @@ from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
 from thinwire.run.protocol import StatusReport
-from thinwire.run.status import Handler, status_from_plain
 from thinwire.settings import RunConfig, load_settings
 
 FILE = "control.sock"  # in the folder of a run, or of a peer
 LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
 _REQUEST_S = 5.0  # for a request to arrive, and for its answer to be taken
 _RUNS = Path(RunConfig().out)
+
+# Answers one kind of request with an object of JSON, or with a ThinwireError that says why not.
+Handler = Callable[[dict[str, Any]], Any]
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -120,6 +122,17 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
     return answer
 
 
+def ask_status(folder: Path, timeout: float = 15.0) -> StatusReport:
+    """How the run stands that is alive there; WireError if this version does not know its form."""
+    try:
+        return msgspec.convert(ask(folder, {"ask": "status"}, timeout), StatusReport)
+    except msgspec.ValidationError as error:
+        raise WireError(
+            f"the run gave its status in a form that this version does not know ({error}): use the "
+            "version that it was started with"
+        ) from None
+
+
 def is_alive(folder: Path) -> bool:
     """Whether a process answers in this folder."""
     try:
@@ -179,21 +192,12 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
     raise _not_alive([given] if given else places)
 
 
-def host_folder(given: Path | None) -> Path:
-    """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
-    peer_of = "this machine hosts no run: it is a peer of the run in {}; only a host can do this"
-    return _one(given, _RUNS, peers_folder(), peer_of)
-
-
-def member_folder(given: Path | None) -> Path:
-    """The one folder in which this machine is a peer; NotAliveError says why there is none."""
-    hosts = "this machine is no peer of a run: it hosts the one in {}. Ctrl-C there stops that"
-    return _one(given, peers_folder(), _RUNS, hosts)
-
-
-def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
-    """The one folder that answers, of those in a place; `elsewhere`: only one in the other does."""
+def folder_to_ask(given: Path | None, is_host: bool) -> Path:
+    """The one folder in which this machine hosts a run, or else is a peer of one; NotAliveError
+    says why there is none.
+    """
     given = _named(given)
+    place, other = (_RUNS, peers_folder()) if is_host else (peers_folder(), _RUNS)
     found = _at_work(given, place)
     able = [folder for folder in found if is_alive(folder)]
     if len(able) > 1:
@@ -203,8 +207,12 @@ def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
     if able:
         return able[0]
     others = [] if given else _at_work(None, other)
-    if useless := [folder for folder in others if is_alive(folder)]:
-        raise NotAliveError(elsewhere.format(useless[0]))
+    for folder in filter(is_alive, others):
+        if is_host:
+            peer = f"this machine hosts no run: it is a peer of the run in {folder}"
+            raise NotAliveError(f"{peer}; only a host can do this")
+        hosts = f"this machine is no peer of a run: it hosts the one in {folder}"
+        raise NotAliveError(f"{hosts}. Ctrl-C there stops that")
     if local := found or others:
         raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
     raise _not_alive([given or place])
@@ -231,7 +239,7 @@ def _at_work(given: Path | None, *places: Path) -> list[Path]:
 def _report(folder: Path) -> StatusReport:
     """What a run says of itself; of a local one, what it has written."""
     if is_alive(folder):
-        return status_from_plain(ask(folder, {"ask": "status"}))
+        return ask_status(folder)
     step, now = last_step(folder), time.time()
     notes = ["this is what the run has written so far; its page, thinwire watch, shows more"]
     if step is not None:

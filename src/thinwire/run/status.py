@@ -23,12 +23,13 @@ from rich.text import Text
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.engine.reports import Audited, Step
-from thinwire.errors import ConfigError, WireError, printable
+from thinwire.errors import ConfigError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
 from thinwire.report.table import plain_table
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook, Invite
+from thinwire.run.alive import Handler
 from thinwire.run.formation import Formation
 from thinwire.run.members import Member, Members, one_line
 from thinwire.run.record import read_progress
@@ -39,9 +40,6 @@ RUN_NEWS_SECONDS, PROGRESS_NEWS_SECONDS = 10.0, 60.0  # between two words on all
 MOST_WORDS = 200  # characters of what a peer says of itself, as others are told it
 TRY_SECONDS = 10.0  # for peers to look from outside
 UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
-
-# Answers one kind of request; a ThinwireError becomes an answer that says why not.
-Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def audit_text(found: Audited) -> str:
@@ -61,17 +59,6 @@ def doubt_text(stage: int, holder: str, standby: str, found: Audited) -> str:
         f"computes: the {found.tensor} of step {found.step}, microbatch {found.microbatch}, {size} "
         f"({allowed}). One of the two computes wrongly"
     )
-
-
-def status_from_plain(values: dict[str, Any]) -> msg.StatusReport:
-    """A report that another process gave; WireError if this version does not know its form."""
-    try:
-        return msgspec.convert(values, msg.StatusReport)
-    except msgspec.ValidationError as error:
-        raise WireError(
-            f"the run gave its status in a form that this version does not know ({error}): use the "
-            "version that it was started with"
-        ) from None
 
 
 @dataclass
@@ -255,7 +242,7 @@ class HostConsole:
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
         return {
-            "status": lambda request: self._report().to_plain(),
+            "status": lambda request: self._report(),
             "kick": self._kick,
             "invite": self._make_invite,
             "outside": self._outside,

@@ -36,11 +36,10 @@ from starlette.staticfiles import StaticFiles
 from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
 from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curves
-from thinwire.run.alive import ask
+from thinwire.run.alive import ask, ask_status
 from thinwire.run.formation import read_formation
 from thinwire.run.protocol import LinkStatus, PeerStatus, RunProgress, StatusReport
 from thinwire.run.record import PROGRESS_FILE, read_progress
-from thinwire.run.status import status_from_plain
 from thinwire.schedule import simulate
 from thinwire.settings import CONFIG, Settings, load_settings
 from thinwire.settings.crossing import frame_bytes, network_of
@@ -241,7 +240,7 @@ class RunView:
 
     def _ask(self) -> StatusReport | None:
         try:
-            return status_from_plain(ask(self.folder, {"ask": "status"}, STATUS_SECONDS))
+            return ask_status(self.folder, STATUS_SECONDS)
         except NotAliveError:
             return None
         except ThinwireError:
