@@ -188,7 +188,8 @@ def test_a_seat_is_for_the_one_who_holds_it(trained, tmp_path):
     talk, theirs = tr.Talk(there), checkpoint.shards[0]
     assert isinstance(talk.hear(30), tr.SeatFiles)
     talk.say(tr.Want(3, 0, theirs.sha256, theirs.bytes))
-    assert talk.hear(30) == tr.Refusal("there is no such file of stage 0 and step 3 here")
+    reason = "the file of stage 0 and step 3 cannot be had: it is not of that seat"
+    assert talk.hear(30) == tr.Refusal(reason)
     talk.say(tr.Refusal("nonsense"))
     with pytest.raises(WireError, match="was not asked for but sent"):
         serving.result(30)

@@ -180,7 +180,7 @@ def test_a_shard_that_is_not_there_or_wrong_is_named(host, tmp_path):
     assert "the shard of stage 0 from peer-a: it arrived with the hash" in said[0][3]
     assert said[0][3].endswith("twice")
     host.written(tmp_path / "elsewhere", 20)
-    assert "no such file of stage 0 and step 20" in host.wait(5)[3][3]
+    assert "file of stage 0 and step 20 cannot be had: No such file" in host.wait(5)[3][3]
 
 
 def test_a_shard_counts_only_once_it_was_opened(host, tmp_path):
@@ -252,7 +252,7 @@ def test_a_member_gives_nothing_but_its_shards(tmp_path):
     (tmp_path / "stage-0.safetensors").write_bytes(b"secret")
     talk.say(tr.Want(0, 0, "ab" * 32, 6))
     answer = talk.hear(PATIENCE)
-    assert not isinstance(answer, tr.Frame) and "no such file of stage 0" in str(answer)
+    assert not isinstance(answer, tr.Frame) and "of stage 0 and step 0 cannot be" in str(answer)
     talk.send(tr.Frame(FrameKind.PIECE, payload=b"x"))
     assert talk.hear(PATIENCE) is None, "it hangs up on nonsense"
 

@@ -1,9 +1,7 @@
 """How a run over several machines stands: noted as it goes on, told to all peers, shown on request.
 
 The host notes what stages say (`Standing`), shows it on its own screen and in a few numbers on
-those of its peers (`SharedDisplay`). Whoever asks on the machine of a host or of a peer (alive.py)
-gets a `StatusReport`, as data or as tables. A host also answers to kick, to invite, and whether
-others reach it (`HostConsole`); a peer also to leave.
+those of its peers (`SharedDisplay`), and answers who asks on its machine (`HostConsole`).
 """
 
 import dataclasses
@@ -12,13 +10,13 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from thinwire.engine.checkpoint import list_checkpoints, step_of
@@ -26,7 +24,7 @@ from thinwire.engine.reports import Audited, Step
 from thinwire.errors import ConfigError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
-from thinwire.report.table import plain_table
+from thinwire.report.table import number_columns, plain_table
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.alive import Handler
@@ -81,7 +79,7 @@ class Standing:
     standbys: dict[tuple[int, ...], str] = field(default_factory=dict)  # by what they follow
     last_step: StepRecord | None = None
     audits: dict[str, Audited] = field(default_factory=dict)  # what members that stand by found
-    _state: str = "starting"
+    _state: str = "starting"  # while it waits for nothing
     _waiting_for: str = ""
     _waiting_since: float = 0.0
     _stages: dict[int, tuple[float, str]] = field(default_factory=dict)  # heard when, doing what
@@ -101,7 +99,7 @@ class Standing:
         with self._lock:
             if not self._waiting_for:
                 self._waiting_since = self._now()
-            self._waiting_for, self._state = what, "waiting"
+            self._waiting_for = what
 
     def stepped(self, step: StepRecord) -> None:
         """A step was made."""
@@ -162,7 +160,7 @@ class Standing:
                 run=self.run,
                 run_id=self.run_id,
                 role="host",
-                state=self._state,
+                state="waiting" if self._waiting_for else self._state,
                 time=self._now(),
                 epoch=epoch,
                 waiting_for=waiting_for,
@@ -266,14 +264,14 @@ class HostConsole:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
         formation, settings, cut = self.formation(), self.settings(), msgspec.structs.replace
         peers = [self._peer(member, formation, settings) for member in self.members.all()]
+        if for_members:
+            peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
+        else:
+            peers += [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
         report = self.standing.report(formation.epoch, formation.seats, peers, last)
-        if not for_members:
-            kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
-            return cut(report, peers=peers + kicked)
-        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
         waiting_for = report.waiting_for.partition(" (")[0][:MOST_WORDS]
-        return cut(report, peers=peers, waiting_for=waiting_for)
+        return cut(report, waiting_for=waiting_for) if for_members else report
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
@@ -354,7 +352,7 @@ def blocks_text(settings: Settings, stages: list[int]) -> str:
 def status_table(report: msg.StatusReport) -> RenderableType:
     """The report for a person."""
     peers = sorted(report.peers, key=lambda p: (not p.stages, p.stages, p.name))
-    heads: tuple[str, ...] = ("peer", "stages", "blocks", "state", ">last word")
+    columns = [*_text_columns("peer", "stages", "blocks", "state"), *number_columns("last word")]
     seats = [
         (
             f"{peer.name} (here)" if peer.is_this_machine else peer.name,
@@ -365,9 +363,9 @@ def status_table(report: msg.StatusReport) -> RenderableType:
         )
         for peer in peers
     ]
-    parts = [_facts(report), *_table("Peers", heads, seats)]
-    heads = ("peer", "device", ">rate", ">free\nmemory", ">up / down\nMbit/s", ">round\ntrip",
-             "has\na door")  # fmt: skip
+    parts = [_facts(report), *_table("Peers", columns, seats)]
+    measured = number_columns("rate", "free\nmemory", "up / down\nMbit/s", "round\ntrip")
+    columns = [*_text_columns("peer", "device"), *measured, *_text_columns("has\na door")]
     machines = [
         (
             peer.name,
@@ -381,7 +379,7 @@ def status_table(report: msg.StatusReport) -> RenderableType:
         for peer in peers
         if (has := peer.machine) is not None
     ]
-    parts += _table("Machines, as they measured themselves", heads, machines)
+    parts += _table("Machines, as they measured themselves", columns, machines)
     links = []
     for link in report.links:
         rates = (link.forward_bytes_per_s, link.backward_bytes_per_s)
@@ -389,23 +387,21 @@ def status_table(report: msg.StatusReport) -> RenderableType:
         trip = f"{link.round_trip_ms:,.3g} ms" if link.round_trip_ms else ""
         ends = f"{link.below} - {link.above}"
         links.append((str(link.cut), ends, link.way or "not connected", *shown, trip))
-    heads = ("cut", "between", "way", ">forward", ">backward", ">round\ntrip")
-    parts += _table("Links", heads, links)
+    moved = number_columns("forward", "backward", "round\ntrip")
+    parts += _table("Links", [*_text_columns("cut", "between", "way"), *moved], links)
     return Group(*parts, *(Text(f"note: {printable(note)}") for note in report.notes))
 
 
-def _table(
-    title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]
-) -> list[RenderableType]:
+def _table(title: str, columns: list[Column], rows: list[tuple[str, ...]]) -> list[RenderableType]:
     """A table of what others say, as text: a terminal obeys nothing of it. None without rows."""
-    table = plain_table(title)
-    for head in heads:
-        is_number = head.startswith(">")
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(head.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
+    table = plain_table(title, *columns)
     for row in rows:
         table.add_row(*(Text(printable(cell) or ABSENT) for cell in row))
     return [table] if rows else []
+
+
+def _text_columns(*names: str) -> list[Column]:
+    return [Column(name, overflow="fold") for name in names]
 
 
 def _facts(report: msg.StatusReport) -> RenderableType:

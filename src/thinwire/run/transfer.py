@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ from thinwire.errors import (
 from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import Travelled
 from thinwire.run.machine import free_disk
+from thinwire.run.protocol import OF_NO_STEP
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
@@ -147,41 +148,33 @@ def uplink_share(mbps: float) -> float:
     return max(mbps, LEAST_MBPS) if mbps > 0 else 0.0
 
 
-def serve_files(
-    talk: Talk, find: Callable[[Want], Path | None], rate: Allowance | None = None
-) -> None:
+def serve_files(talk: Talk, find: Callable[[Want], Path], rate: Allowance | None = None) -> None:
     """Send what the other end asks for, or say why not, until it closes; WireError if that breaks.
     `rate` may change at any time: it is the share of an uplink that training leaves to files.
     """
     while (want := talk.hear()) is not None:
         if not isinstance(want, Want):
             raise BreachError("a file was not asked for but sent")
-        path = find(want)
-        if path is None or not path.is_file():
-            which = f"stage {want.stage} and step {want.step}"
-            talk.say(Refusal(f"there is no such file of {which} here"))
-            continue
-        give(talk, want, path, rate)
+        try:
+            _give(talk, want, find(want), rate)
+        except OSError as error:
+            which = f"the file of stage {want.stage} and step {want.step}"
+            talk.say(Refusal(f"{which} cannot be had: {error.strerror}"))
 
 
-def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> None:
-    """Send the file at `path` from the offset asked for, or say why not."""
-    name = f"{path.name} of step {want.step}"
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
-                raise OSError(0, f"it has {size} bytes")
-            for offset in range(file.seek(want.offset), size, PIECE_BYTES):
-                piece = file.read(PIECE_BYTES)
-                if len(piece) != min(PIECE_BYTES, size - offset):
-                    raise OSError(0, "it was changed meanwhile")
-                if rate is not None:
-                    time.sleep(rate.book(len(piece), time.monotonic()))
-                number = offset // PIECE_BYTES
-                talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
-    except OSError as error:
-        talk.say(Refusal(f"{name} cannot be had: {error.strerror}"))
+def _give(talk: Talk, want: Want, path: Path, rate: Allowance | None) -> None:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
+            raise OSError(0, f"it has {size} bytes")
+        for offset in range(file.seek(want.offset), size, PIECE_BYTES):
+            piece = file.read(PIECE_BYTES)
+            if len(piece) != min(PIECE_BYTES, size - offset):
+                raise OSError(0, "it was changed meanwhile")
+            if rate is not None:
+                time.sleep(rate.book(len(piece), time.monotonic()))
+            number = offset // PIECE_BYTES
+            talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
 
 
 def take(
@@ -260,7 +253,7 @@ class ShardCollector:
     def __init__(
         self,
         run_folder: Path,
-        limits: Collection[int],
+        limits: Sequence[int],
         objection: Callable[[int, ShardWritten, Path], str],
         tell: Callable[[Travelled], None],
         patience: float = 900.0,
@@ -269,13 +262,13 @@ class ShardCollector:
     ):
         self.meter = meter or Meter()
         self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
-        self._limits, self._objection_to, self._patience = list(limits), objection, patience
+        self._limits, self._objection_to, self._patience = limits, objection, patience
         self._tell, self._on_progress = tell, on_progress
-        self._fetching = [threading.Lock() for _ in self._limits]  # one at a time writes a part
+        self._fetching = [threading.Lock() for _ in limits]  # one at a time writes a part
         self._changed = threading.Condition()  # guards all that follows
         self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
         self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
-        self._current: int | None = None  # the step whose shards travel
+        self._current = OF_NO_STEP  # whose shards travel
         self._missing: set[int] = set()  # its stages whose shards are not here
         self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
         self._closed = False
@@ -285,22 +278,27 @@ class ShardCollector:
 
     def announce(self, stage: int, written: ShardWritten) -> None:
         """A stage says that it has written its shard of a step."""
-        step, size, most, objection = written.step, written.shard.bytes, self._limits[stage], ""
-        if not 0 < size <= most:
-            reported = f"stage {stage} reported a shard of {size:,} bytes"
-            objection = f"{reported}, but its state takes at most {most:,}"
+        step, size, most = written.step, written.shard.bytes, self._limits[stage]
         with self._changed:
             self._announced.setdefault(step, {})[stage] = written
-            if objection:
+            if not 0 < size <= most:
+                reported = f"stage {stage} reported a shard of {size:,} bytes"
+                objection = f"{reported}, but its state takes at most {most:,}"
                 self._tell(Travelled(stage, step, objection, at_fault=True))
-            if reason := self._given_up.get(step, objection):
-                self._give_up(step, reason)
+                self._given_up.setdefault(step, objection)
+            if step in self._given_up:
+                self.give_up(step, self._given_up[step])
             self._choose()
 
     def give_up(self, step: int, reason: str) -> None:
         """The checkpoint of a step cannot be had: fetch none of its shards."""
         with self._changed:
-            self._give_up(step, reason)
+            self._given_up.setdefault(step, reason)
+            for stage in sorted(self._announced.pop(step, {})):
+                if step != self._current or stage in self._missing:
+                    self._tell(Travelled(stage, step, reason))
+            if step == self._current:
+                self._current, self._missing = OF_NO_STEP, set()
             self._choose()
 
     def retract(self, stages: Collection[int]) -> None:
@@ -336,7 +334,7 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                announced = self._announced.get(-1 if self._current is None else self._current, {})
+                announced = self._announced.get(self._current, {})
                 if waiting := self._missing & {*held()} & announced.keys():
                     return min(waiting), announced[min(waiting)]
                 self._changed.wait()
@@ -345,13 +343,10 @@ class ShardCollector:
     def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
         """Fetch a shard, open it, and put it where its checkpoint is made; or say why not."""
         step, shard, whose = written.step, written.shard, f"the shard of stage {stage}"
-        part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
+        part = self._incoming / f"stage-{stage}-{shard.sha256}.part"
         try:
-            for other in self._incoming.glob(f"stage-{stage}-*.part"):
-                if other != part and other.name.endswith(f"-{shard.sha256}.part"):
-                    other.rename(part)
-                elif other != part:
-                    other.unlink()
+            for other in {*self._incoming.glob(f"stage-{stage}-*.part")} - {part}:
+                other.unlink()
             want = Want(step, stage, shard.sha256, shard.bytes)
             take(talk, want, part, lambda done: self._note_progress(step, stage, done))
             if refused := self._objection_to(stage, written, part):
@@ -372,34 +367,25 @@ class ShardCollector:
 
     def _arrive(self, step: int, stage: int, written: ShardWritten) -> None:
         with self._changed:
-            if step != self._current or stage not in self._missing:
-                return
-            if self._announced[step].get(stage) is not written:
+            is_due = step == self._current and stage in self._missing
+            if not is_due or self._announced[step].get(stage) is not written:
                 return  # of who held the stage before
             self._missing.discard(stage)
             self._tell(Travelled(stage, step))
             if not self._missing:
-                self._current = None
                 self._announced.pop(step)
+                self._current = OF_NO_STEP
                 self._choose()
-
-    def _give_up(self, step: int, reason: str) -> None:
-        self._given_up.setdefault(step, reason)
-        for stage in sorted(self._announced.pop(step, {})):
-            if step != self._current or stage in self._missing:
-                self._tell(Travelled(stage, step, reason))
-        if step == self._current:
-            self._current, self._missing = None, set()
 
     def _choose(self) -> None:
         """If none is under way: the newest checkpoint of which all stages have written theirs."""
         whole = [s for s, parts in self._announced.items() if len(parts) == len(self._limits)]
-        if self._current is None and whole:
-            newest = max(whole)
-            for older in sorted(step for step in self._announced if step < newest):
-                self._give_up(older, f"that of step {newest} came due before it could be sent")
-            self._current, self._missing = newest, set(range(len(self._limits)))
+        if self._current == OF_NO_STEP and whole:
+            self._current, self._missing = max(whole), set(range(len(self._limits)))
             self._have, self._moved_at = {}, time.monotonic()
+            for older in sorted(step for step in self._announced if step < self._current):
+                why = f"that of step {self._current} came due before it could be sent"
+                self.give_up(older, why)
         self._changed.notify_all()
 
     def _note_progress(self, step: int, stage: int, done: int) -> None:
@@ -419,11 +405,10 @@ class ShardCollector:
             while not self._closed:
                 self._changed.wait(min(1.0, self._patience / 4))
                 quiet = time.monotonic() - self._moved_at
-                if self._current is not None and quiet > self._patience:
+                if self._missing and quiet > self._patience:
                     which = ", ".join(f"stage {stage}" for stage in sorted(self._missing))
                     reason = f"nothing of the shard of {which} has come for {quiet:.0f} s"
-                    self._give_up(self._current, reason)
-                    self._choose()
+                    self.give_up(self._current, reason)
 
 
 class ShardSender:
@@ -497,10 +482,12 @@ class SeatServer:
         """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
         talk = Talk(pipe, self.meter)
 
-        def find(want: Want) -> Path | None:
+        def find(want: Want) -> Path:
             self._look()
-            files = self._seats.get(stages, {}).items()
-            return next((path for path, shard in files if shard.sha256 == want.sha256), None)
+            for path, shard in self._seats.get(stages, {}).items():
+                if shard.sha256 == want.sha256:
+                    return path
+            raise FileNotFoundError(0, "it is not of that seat")
 
         try:
             seat = self._seat(stages)
@@ -571,8 +558,8 @@ def fetch_seat(
                 f"most {limit:,} with the settings of this run: nothing of it is fetched"
             )
         # The names end in that of the first stage, for a machine may hold others too.
-        step, folder = manifest["step"], checkpoints_folder(run_folder)
-        partial, name = folder / f".fetching-{min(stages)}", f"step-{step:08d}-{min(stages)}"
+        step, first, folder = manifest["step"], min(stages), checkpoints_folder(run_folder)
+        partial, final = folder / f".fetching-{first}", folder / f"step-{step:08d}-{first}"
         parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
         _make_room(folder, partial, parts)
         done = 0
@@ -590,10 +577,10 @@ def fetch_seat(
         for part, shard in parts.items():
             part.rename(partial / shard.file)
         write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-        for earlier in folder.glob(f"step-*-{min(stages)}"):
+        for earlier in folder.glob(f"step-*-{first}"):
             shutil.rmtree(earlier)
-        put_in_place(partial, folder / name)
-        return Checkpoint.open(folder / name).folder
+        put_in_place(partial, final)
+        return Checkpoint.open(final).folder
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
