@@ -131,13 +131,14 @@ class Ledger:
         # validation, which on the first stage begins while later stages still validate.
         kinds = ("steady", "behind validations", "first")  # the best first
         self._times = {kind: _Timings(len(stages)) for kind in kinds}
-        self._valid_losses: list[tuple[int, float]] = []
+        self._validations: dict[int, float] = {}  # losses, by step
         self._valid_count = 0
-        self._training_seconds = self._validation_seconds = self._waiting_seconds = 0.0
+        self._seconds = dict.fromkeys(("training", "validation", "waiting"), 0.0)
         self._refused_in_all = self._epochs = 0
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
         self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
+        # By training over each cut: until the last step, and all, once stages have ended.
         self._crossed: Crossed = np.zeros((cuts, 2), int)
         self._crossed_before, self._sent_before = self._crossed, Counter[str]()  # in earlier epochs
         self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
@@ -152,8 +153,8 @@ class Ledger:
         waited: float = 0.0,
     ) -> None:
         """The run is formed, perhaps again, and goes on from this step: later ones are void."""
-        self._waiting_seconds += waited
-        self._crossed_before = self._crossed_in_all()
+        self._seconds["waiting"] += waited
+        self._crossed_before = self._crossed_in_all
         self._sent_before += self._sent_in_epoch()
         while self.records and self.records[-1].step > first_step:
             self.records.pop()
@@ -184,7 +185,7 @@ class Ledger:
             kind = "behind validations"
         self._times["first" if since < _WARMUP_STEPS else kind].add(complete)
         # On the last stage a step begins when the validation before it is over on all stages.
-        self._training_seconds += complete[-1].end - complete[-1].start
+        self._seconds["training"] += complete[-1].end - complete[-1].start
         self.done = report.step + 1
         if complete[0].committed:
             self.refused, self.origin = 0, ""
@@ -206,12 +207,12 @@ class Ledger:
     def add_evaluation(self, report: Evaluation) -> None:
         """File a validation, from the stage that has it; it replaces an earlier one of the step."""
         self._drop_evaluations(report.step)
-        self._valid_losses.append((report.step, report.loss))
+        self._validations[report.step] = report.loss
         self._valid_count = report.count
-        self._validation_seconds += report.seconds
+        self._seconds["validation"] += report.seconds
 
     def _drop_evaluations(self, step: int) -> None:
-        self._valid_losses = [(at, loss) for at, loss in self._valid_losses if at < step]
+        self._validations = {at: loss for at, loss in self._validations.items() if at < step}
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
@@ -222,11 +223,13 @@ class Ledger:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
         self._meters[stage] = meters
         self._finished.add(stage)
+        if self._is_finished:
+            self._crossed = _crossed(self._meters)
 
     def last_losses(self) -> list[float]:
         """The last loss of training and the last of a validation, where there are any."""
-        steps, validations = list(self.records)[-1:], self._valid_losses[-1:]
-        return [record.loss for record in steps] + [loss for _, loss in validations]
+        losses = [record.loss for record in self.records]
+        return losses[-1:] + [*self._validations.values()][-1:]
 
     def typical_step(self) -> Timeline:
         """The timeline of a typical step, to draw; there must have been a step."""
@@ -288,12 +291,7 @@ class Ledger:
         # Training and validation are timed on the last stage, where they do not overlap. Waiting
         # is from the end of an epoch to the training of the next; other is saving, the goodbyes
         # of the stages, and the rest.
-        parts = {
-            "start": start_seconds,
-            "training": self._training_seconds,
-            "validation": self._validation_seconds,
-            "waiting": self._waiting_seconds,
-        }
+        parts = {"start": start_seconds, **self._seconds}
         simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
         has_space = self._largest_drift is not None or self._moves
         by_kind = self._sent_before + self._sent_in_epoch()
@@ -344,7 +342,8 @@ class Ledger:
     def _losses(self, earlier: Sequence[EvaluationRecord]) -> dict[str, Any]:
         losses = [record.loss for record in self.records][-_LAST_LOSSES:]
         before = [record for record in earlier if record.step < self.first_step]
-        validations = [(record.step, record.loss) for record in before] + self._valid_losses
+        validations = [(record.step, record.loss) for record in before]
+        validations += self._validations.items()
         final = {
             "final_train_loss": statistics.fmean(losses) if losses else None,
             "last_train_loss": losses[-1] if losses else None,
@@ -361,7 +360,7 @@ class Ledger:
 
     def _costs(self) -> Costs:
         """Mean measured times and bytes, as the simulator takes them."""
-        mean, crossed = self._timed.mean, self._crossed_in_all()
+        mean, crossed = self._timed.mean, self._crossed_in_all
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         kinds = ("forward", "backward", "update")
         forward, backward, update = ([mean(s, k) for s in self._stages] for k in kinds)
@@ -418,15 +417,14 @@ class Ledger:
     def _is_finished(self) -> bool:
         return len(self._finished) == len(self._stages)
 
+    @property
     def _crossed_in_all(self) -> Crossed:
-        """Bytes of training that have left both ends of each cut; all, once stages have ended."""
-        latest = _crossed(self._meters) if self._is_finished else self._crossed
-        return self._crossed_before + latest
+        return self._crossed_before + self._crossed
 
     def _cuts(self) -> list[dict[str, Any]]:
         tokens = self._steps_run * self.settings.tokens_per_step
         rows, busy = [], self._uplinks_busy()
-        for cut, (forward, backward) in enumerate(self._crossed_in_all().tolist()):
+        for cut, (forward, backward) in enumerate(self._crossed_in_all.tolist()):
             if not tokens or not forward + backward:
                 continue  # within a process, where nothing is sent
             dense = BF16_BYTES * self.settings.model.dim
@@ -455,7 +453,7 @@ class Ledger:
 
     def _uplinks_busy(self) -> list[float]:
         """Share of each uplink that training uses, by bytes per step and the steps that count."""
-        per_step, seconds = self._crossed_in_all() / max(1, self._steps_run), self._timed.seconds
+        per_step, seconds = self._crossed_in_all / max(1, self._steps_run), self._timed.seconds
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
     def _busy(self, crossed: Crossed, seconds: float) -> list[float]:
