@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,16 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
         replace_file(checkpoints_folder(run_folder) / PROVEN, msgspec.json.encode(self))
 
 
-def read_proof(run_folder: Path) -> Proof | None:
-    """What was written; None for a run from before this was kept, or if it cannot be read."""
+ALL_GOOD = Proof(sys.maxsize)  # of a run from before proofs were kept
+
+
+def read_proof(run_folder: Path) -> Proof:
+    """What was written; if there is nothing, or it cannot be read, all counts as good."""
     try:
         text = (checkpoints_folder(run_folder) / PROVEN).read_bytes()
         return msgspec.json.decode(text, type=Proof)
     except (OSError, ValueError):
-        return None
+        return ALL_GOOD
 
 
 def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
@@ -112,20 +116,17 @@ def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
     if resumed is None or not resumed.folder.resolve().is_relative_to(run_folder.resolve()):
         return Proof(0)
     before = read_proof(run_folder)
-    if before is None:
-        return Proof(resumed.step)
     if before.best is not None and before.best > resumed.step:
         before = Proof(before.step)
     return replace(before, step=min(before.step, resumed.step), ended=0)
 
 
 def is_proven(checkpoint: Path) -> bool:
-    """Whether a checkpoint is good as far as is known; what is older than proofs counts as good."""
-    if (proof := read_proof(checkpoint.resolve().parent.parent)) is None:
-        return True
+    """Whether a checkpoint is good as far as is known; so is a copy under another name."""
+    proof = read_proof(checkpoint.resolve().parent.parent)
     try:
         return step_of(checkpoint) <= proof.step or step_of(checkpoint) == proof.ended
-    except ValueError:  # a copy under another name
+    except ValueError:
         return True
 
 
@@ -326,11 +327,9 @@ def commit(
 
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
     """Remove what failed or interrupted work left behind: that of one step, or all of it."""
-    folder = checkpoints_folder(run_folder)
     which = "step-*" if step is None else f"step-{step:08d}"
-    for kind in ("partial", "pruned", "sample", "extracts"):
-        for leftover in folder.glob(f".{kind}-{which}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in checkpoints_folder(run_folder).glob(f".*-{which}"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> None:
