@@ -137,27 +137,25 @@ def open_newest(
     a run the newest that is known to be good and opens.
     """
     found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
-    good, notes = [path for path in found if is_proven(path)], []
-    chosen = (good or found or [place])[-1]
+    good = [path for path in found if is_proven(path)]
+    candidates, notes = [*reversed(good or found)] or [place], []
     if found and found[-1] not in good:
         way = "it is used because there is no other"
         if good:
-            way = f"continuing from {chosen}. To use the other, name it: --resume {found[-1]}"
+            way = f"continuing from {good[-1]}. To use the other, name it: --resume {found[-1]}"
         unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
         notes.append(f"{unproven}; {way}")
-    before = [path for path in found if path < chosen]
-    first = None
-    for path in [chosen, *sorted(before, key=lambda p: (p in good, p), reverse=True)]:
+    errors: list[CheckpointError] = []
+    for path in candidates:
         try:
             checkpoint = Checkpoint.open(path, allow_plugins, trusted_plugins)
             checkpoint.verify()
         except CheckpointError as error:
-            first = first or error
+            errors.append(error)
             notes.append(f"{path} is passed over, for it does not open: {error}")
         else:
-            return checkpoint, [*notes, f"continuing from {path}"] if first else notes
-    assert first is not None, "one was tried"
-    raise first
+            return checkpoint, [*notes, f"continuing from {path}"] if errors else notes
+    raise errors[0]
 
 
 class Checkpoints:
