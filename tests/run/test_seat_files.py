@@ -55,7 +55,7 @@ def fetch(server, stage, folder, **options):
     before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     serving = on_daemon_thread("host", lambda: server.serve(here, (stage,)))
     path = tr.fetch_seat(
-        there, [stage], folder, most_shard_bytes(server._settings, stage), **options
+        there, [stage], folder, most_shard_bytes(server.settings, stage), **options
     )
     serving.result(30)
     after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]

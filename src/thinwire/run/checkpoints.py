@@ -1,10 +1,9 @@
 """The folder of a run and its checkpoints: claimed, completed or dropped, proven, pruned, opened.
 
-Once all stages have written their parts (engine/checkpoint.py) and agree, the manifest is added and
-the folder gets its name. Weights can be ruined and still be finite, and so can their loss: only
-training shows it. So a checkpoint counts as proven once a step that began with its weights, or with
-later ones, was committed. The last one of a run that ended in good order is taken on trust, and
-never displaces a proven one. The one of the best validation is written down too.
+Weights can be ruined and still be finite, and so can their loss: only training shows it. So a
+checkpoint counts as proven once a step that began with its weights, or with later ones, was
+committed. The last one of a run that ended in good order is taken on trust, and never displaces a
+proven one. The one of the best validation is written down too.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -158,57 +158,53 @@ def open_newest(
     raise errors[0]
 
 
+@dataclass
 class Checkpoints:
     """Completes the checkpoints of one run; a full disk costs a checkpoint, not the training."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: Path,
-        data: Corpus,
-        resumed: Checkpoint | None,
-        display: Display,
-    ):
-        self.latest: Path | None = None
-        self.failed: dict[int, str] = {}  # why there is no checkpoint of a step
-        self._settings, self._folder, self._data = settings, folder, data
-        self._resumed, self._display = resumed, display
-        self._proof, self._proof_is_due = Proof(0), False
-        self._validations: dict[int, float] = {}  # losses, by step
+    settings: Settings
+    folder: Path
+    data: Corpus
+    resumed: Checkpoint | None
+    display: Display
+    latest: Path | None = None
+    failed: dict[int, str] = field(default_factory=dict)  # why there is no checkpoint of a step
+    _proof: Proof = field(default_factory=lambda: Proof(0))
+    _proof_is_due: bool = False  # there is a checkpoint that is not proven
+    _validations: dict[int, float] = field(default_factory=dict)  # losses, by step
 
     def begin(self) -> None:
         """Training begins: later checkpoints are set aside and prove nothing."""
-        if self._resumed is not None:
-            for moved in set_aside_later(self._folder, self._resumed.step):
-                later = "a later checkpoint, which this run does not continue"
-                self._display.note(f"{later}, is kept as {moved}")
-        self._proof = begin_proof(self._folder, self._resumed)
-        self._proof.write(self._folder)
-        self._proof_is_due = bool(list_checkpoints(self._folder))
+        for moved in set_aside_later(self.folder, self.resumed.step) if self.resumed else ():
+            later = "a later checkpoint, which this run does not continue"
+            self.display.note(f"{later}, is kept as {moved}")
+        self._proof = begin_proof(self.folder, self.resumed)
+        self._proof.write(self.folder)
+        self._proof_is_due = bool(list_checkpoints(self.folder))
 
     def complete(self, step: int, parts: list[ShardWritten]) -> None:
         """Make a checkpoint of the parts of all stages."""
         shards = [part.shard for part in parts]
         memory = {cut: legs for part in parts for cut, legs in part.agreements.items()}
-        facts = facts_of(self._settings, self._data, memory)
-        facts |= {**vars(parts[0].versions), **origin_in(self._resumed)}
-        written_with = self._data.tokenizer(), self._data.template()
+        facts = facts_of(self.settings, self.data, memory)
+        facts |= {**vars(parts[0].versions), **origin_in(self.resumed)}
+        written_with = self.data.tokenizer(), self.data.template()
         try:
-            self.latest = commit(self._folder, step, shards, facts, *written_with)
+            self.latest = commit(self.folder, step, shards, facts, *written_with)
         except CheckpointError as error:
             self.drop(step, str(error))
             return
         self._choose_best()
         self._settle()
-        self._display.phase("save", f"checkpoint of step {step} in {self.latest}")
+        self.display.phase("save", f"checkpoint of step {step} in {self.latest}")
 
     def drop(self, step: int, error: str) -> None:
         """Remove what there is of a checkpoint that cannot be completed."""
-        discard_partial(self._folder, step)
+        discard_partial(self.folder, step)
         if error:
             self.failed[step] = error
-            goes_on = ", training continues" if step < self._settings.train.steps else ""
-            self._display.note(f"checkpoint of step {step} not written{goes_on}: {error}")
+            goes_on = ", training continues" if step < self.settings.train.steps else ""
+            self.display.note(f"checkpoint of step {step} not written{goes_on}: {error}")
 
     def prove(self, step: int) -> None:
         """Weights after `step` updates have trained: checkpoints up to there are good."""
@@ -235,12 +231,10 @@ class Checkpoints:
 
     def last_good(self) -> Path | None:
         """The newest checkpoint from which a step was trained and committed."""
-        if (good := self._proof.newest(self._folder)) is not None:
-            return good
-        resumed = self._resumed
+        good, resumed = self._proof.newest(self.folder), self.resumed
         if resumed and (self._proof.step >= resumed.step or is_proven(resumed.folder)):
-            return resumed.folder
-        return None
+            return good or resumed.folder
+        return good
 
     def way_back(self, after_best: bool = False) -> str:
         """Where good weights are, if any: the last; `after_best`, those of the best validation."""
@@ -252,7 +246,7 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint of the best validation."""
-        paths = list_checkpoints(self._folder)
+        paths = list_checkpoints(self.folder)
         return next((path for path in paths if step_of(path) == self._proof.best), None)
 
     def _choose_best(self) -> bool:
@@ -262,7 +256,7 @@ class Checkpoints:
         before = self._proof
         if self.best() is None:
             self._proof = replace(self._proof, best=None, best_loss=math.inf)
-        for path in list_checkpoints(self._folder):
+        for path in list_checkpoints(self.folder):
             later = [step for step in self._validations if step >= step_of(path)]
             loss = self._validations[min(later)] if later else math.inf
             if loss < math.inf and loss <= self._proof.best_loss:
@@ -271,17 +265,17 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Write down which checkpoints are good, and remove those that are no longer needed."""
-        good = self._proof.newest(self._folder)
-        self._proof_is_due = [good] != list_checkpoints(self._folder)[-1:]
+        good = self._proof.newest(self.folder)
+        self._proof_is_due = [good] != list_checkpoints(self.folder)[-1:]
         self._write_proof()
         if self.latest is not None:
-            prune(self._folder, self._settings.train.keep, self.latest, good, self.best())
+            prune(self.folder, self.settings.train.keep, self.latest, good, self.best())
 
     def _write_proof(self, ended: int = 0) -> None:
         try:
-            replace(self._proof, ended=ended).write(self._folder)
+            replace(self._proof, ended=ended).write(self.folder)
         except OSError as error:
-            self._display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
+            self.display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
 
 
 def facts_of(settings: Settings, data: Corpus, codec_memory: dict[str, Any]) -> dict[str, Any]:

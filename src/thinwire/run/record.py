@@ -128,8 +128,7 @@ class RunRecord:
         """Write the summary, then draw the plots; complain last about what was lost. `tell` is
         called before plots, where all is well. `beside_bytes`: what travelled beside cuts.
         """
-        steps, ledger = self.settings.train.steps, self.ledger
-        trouble = self._trouble()
+        steps, ledger, trouble = self.settings.train.steps, self.ledger, self._trouble()
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()

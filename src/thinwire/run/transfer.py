@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -458,25 +459,19 @@ class ShardSender:
         return _shard_file(self._run_folder, want.step, want.stage)
 
 
+@dataclass
 class SeatServer:
     """On the host: says which files each stage needs of a checkpoint, and sends them. Where the run
     goes on meanwhile it may be removed: then `on_gone` is called, and the connection ends.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: Settings,
-        meter: Meter | None = None,
-        on_gone: Callable[[], None] | None = None,
-    ):
-        self.meter, self._on_gone = meter or Meter(), on_gone
-        self._checkpoint, self._settings = checkpoint, settings
-        folder = checkpoint.folder.resolve()
-        self._extracts = folder.with_name(f".extracts-{folder.name}")
-        self._lock = threading.Lock()
-        # By its stages, the files of a seat, and what a manifest says of them.
-        self._seats: dict[tuple[int, ...], dict[Path, Shard]] = {}
+    checkpoint: Checkpoint
+    settings: Settings
+    meter: Meter = field(default_factory=Meter)
+    on_gone: Callable[[], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # By its stages, the files of a seat, and what a manifest says of them.
+    _seats: dict[tuple[int, ...], dict[Path, Shard]] = field(default_factory=dict)
 
     def serve(self, pipe: Pipe, stages: tuple[int, ...]) -> None:
         """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
@@ -499,9 +494,14 @@ class SeatServer:
 
     def _look(self) -> None:
         """WireError where the checkpoint is kept no more."""
-        if self._on_gone is not None and not self._checkpoint.folder.is_dir():
-            self._on_gone()
-            raise WireError(f"the checkpoint of step {self._checkpoint.step} is kept no more")
+        if self.on_gone is not None and not self.checkpoint.folder.is_dir():
+            self.on_gone()
+            raise WireError(f"the checkpoint of step {self.checkpoint.step} is kept no more")
+
+    @property
+    def _extracts(self) -> Path:
+        folder = self.checkpoint.folder.resolve()
+        return folder.with_name(f".extracts-{folder.name}")
 
     def close(self) -> None:
         """Remove what was extracted."""
@@ -511,20 +511,20 @@ class SeatServer:
         try:
             with self._lock:
                 if stages not in self._seats:
-                    names = self._checkpoint.names()
-                    needed = (names_for_stage(self._settings, stage, names) for stage in stages)
+                    names = self.checkpoint.names()
+                    needed = (names_for_stage(self.settings, stage, names) for stage in stages)
                     self._seats[stages] = dict(self._files(stages[0], set().union(*needed)))
         except (CheckpointError, OSError, safetensors.SafetensorError) as error:
             return Refusal(f"the host cannot read its checkpoint: {error}")
         left_out = ("tokenizer_sha256", "template_sha256", SEAL)
-        kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
+        kept = {k: v for k, v in self.checkpoint.manifest.items() if k not in left_out}
         kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
         return SeatFiles(sealed(kept))
 
     def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
         """The files that hold what stages need; of those that hold more, just that."""
-        for shard in self._checkpoint.shards:
-            whole, names = self._checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
+        for shard in self.checkpoint.shards:
+            whole, names = self.checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
             if len(names) == len(shard.tensors):
                 yield whole, shard
             elif names:
@@ -561,13 +561,9 @@ def fetch_seat(
         step, first, folder = manifest["step"], min(stages), checkpoints_folder(run_folder)
         partial, final = folder / f".fetching-{first}", folder / f"step-{step:08d}-{first}"
         parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
-        _make_room(folder, partial, parts)
+        _make_room(partial, parts)
         done = 0
         for part, shard in parts.items():
-            same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
-            if (own := next(same, None)) is not None:
-                _link_or_copy(own, part)
-                flush(part)
             want, before = Want(step, 0, shard.sha256, shard.bytes), done
             try:
                 take(talk, want, part, lambda n, before=before: progress(before + n, size))  # type: ignore[misc]
@@ -611,24 +607,24 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
     return checked.shards
 
 
-def _make_room(folder: Path, partial: Path, parts: dict[Path, Shard]) -> None:
-    """Remove other parts, and refuse what takes more than half of what is free."""
+def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
+    """Remove other parts, use what this machine has written or fetched before, and refuse what
+    then takes more than half of what is free.
+    """
     partial.mkdir(parents=True, exist_ok=True)
     for path in {*partial.iterdir()} - parts.keys():
         path.unlink()
-    missing = [shard for shard in parts.values() if not any(_alike(folder, shard))]
-    here = sum(part.stat().st_size for part in partial.iterdir())
-    rest, free = sum(shard.bytes for shard in missing) - here, free_disk(partial)
-    if rest > free // 2:
+    rest = 0
+    for part, shard in parts.items():
+        for own in partial.parent.glob("*step-*/stage-*.safetensors"):
+            with contextlib.suppress(OSError):  # it has just been removed
+                if own.stat().st_size == shard.bytes and sha256_of(own) == shard.sha256:
+                    _link_or_copy(own, part)
+                    flush(part)
+        rest += shard.bytes - (part.stat().st_size if part.exists() else 0)
+    if rest > (free := free_disk(partial)) // 2:
         raise CheckpointError(
-            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in {folder}: "
-            "the run leaves half of them free. Free some space, or join with another --folder"
+            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in "
+            f"{partial.parent}: the run leaves half of them free. Free some space, or join with "
+            "another --folder"
         )
-
-
-def _alike(folder: Path, shard: Shard) -> Iterator[Path]:
-    """Shards of that size that this machine has written or fetched."""
-    for path in folder.glob("*step-*/stage-*.safetensors"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_size == shard.bytes:
-                yield path
