@@ -49,11 +49,6 @@ class Columns(enum.IntFlag):
     INPUTS = 1
     TARGETS = 2
 
-    def span(self, context: int) -> range:
-        """The places of a window of `context` + 1 tokens."""
-        first = 0 if self.INPUTS in self else 1
-        return range(first, context + 1 if self.TARGETS in self else context)
-
 
 class CorpusFacts(msgspec.Struct, frozen=True):
     """What is said of a corpus before any of its ids."""
@@ -176,7 +171,8 @@ class FetchedCorpus(TokenSource):
         self._steps, self._vocab = settings.train.steps, settings.model.vocab
         self._microbatches = settings.pipeline.microbatches
         self._columns, self._context = columns_read(settings, stage), settings.model.context
-        self._shape = (settings.microbatch_size, len(self._columns.span(self._context)))
+        reads_all = self._columns == Columns.INPUTS | Columns.TARGETS
+        self._shape = (settings.microbatch_size, self._context + reads_all)
         is_masked = facts.masked and Columns.TARGETS in self._columns
         self._targets = settings.microbatch_size * self._context if is_masked else 0
         self._most_learned = settings.train.batch * self._context
@@ -201,23 +197,19 @@ class FetchedCorpus(TokenSource):
         self._obtain(at)
 
     def inputs(self, at: At) -> Tensor:
-        return self._read(at, Columns.INPUTS)
+        assert Columns.INPUTS in self._columns
+        return torch.from_numpy(self._obtain(at).ids_BW[:, : self._context].astype(np.int64))
 
     def targets(self, at: At) -> Tensor:
-        targets_BT = self._read(at, Columns.TARGETS)
-        learned_BT = self._obtain(at).learned_BT
-        if learned_BT is not None:
-            targets_BT[torch.from_numpy(~learned_BT)] = MASKED
-        return targets_BT
+        assert Columns.TARGETS in self._columns
+        found = self._obtain(at)
+        targets_BT = found.ids_BW[:, -self._context :].astype(np.int64)
+        if found.learned_BT is not None:
+            targets_BT[~found.learned_BT] = MASKED
+        return torch.from_numpy(targets_BT)
 
     def learned_count(self, at: tuple[int, int]) -> int | None:
         return self._obtain(at).learned_count
-
-    def _read(self, at: At, columns: Columns) -> Tensor:
-        assert columns in self._columns, f"this stage was not to read {columns!r}"
-        first, wanted = self._columns.span(self._context).start, columns.span(self._context)
-        ids_BT = self._obtain(at).ids_BW[:, wanted.start - first : wanted.stop - first]
-        return torch.from_numpy(np.ascontiguousarray(ids_BT.astype(np.int64)))
 
     def _obtain(self, at: At) -> TokenIds:
         """Ids of a microbatch, once they are here; those that follow are asked for meanwhile."""
@@ -249,12 +241,12 @@ class FetchedCorpus(TokenSource):
     def _forget_before(self, at: At) -> None:
         """Earlier steps are over. A validation is kept for the next one, if not too large."""
         if isinstance(at, int):
-            kept = sum(a.ids_BW.nbytes for k, a in self._answers.items() if isinstance(k, int))
-            before = {k for k in self._asked if isinstance(k, int) and k < at}
-            gone: set[At] = {*before} if kept > KEPT_BYTES else set()
+            scored = [key for key in self._asked if isinstance(key, int)]
+            is_large = len(scored) * self._id_bytes > KEPT_BYTES
+            gone: list[At] = [key for key in scored if key < at and is_large]
         else:
-            gone = {k for k in self._asked if isinstance(k, tuple) and k[0] < at[0]}
-        self._asked -= gone
+            gone = [key for key in self._asked if isinstance(key, tuple) and key[0] < at[0]]
+        self._asked.difference_update(gone)
         for old in gone:
             self._answers.pop(old, None)
 
