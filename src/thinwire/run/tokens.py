@@ -177,8 +177,7 @@ class FetchedCorpus(TokenSource):
         self._targets = settings.microbatch_size * self._context if is_masked else 0
         self._most_learned = settings.train.batch * self._context
         self._changed = threading.Condition()  # guards all that follows
-        self._asked: set[At] = set()  # here, or on their way
-        self._answers: dict[At, TokenIds] = {}
+        self._ids: dict[At, TokenIds | None] = {}  # None: they are on their way
         self._failure: WireError | None = None
         self._id_bytes = math.prod(self._shape) * facts.id_bytes
         bits = -(-self._targets // 8) + _COUNT.size if self._targets else 0
@@ -191,7 +190,7 @@ class FetchedCorpus(TokenSource):
 
     def is_due(self, at: At) -> bool:
         with self._changed:
-            return bool(self._columns) and at not in self._answers
+            return bool(self._columns) and self._ids.get(at) is None
 
     def wait(self, at: At) -> None:
         self._obtain(at)
@@ -216,19 +215,19 @@ class FetchedCorpus(TokenSource):
         with self._changed:
             self._forget_before(at)
             for ahead in self._coming(at):
-                if ahead not in self._asked:
-                    self._asked.add(ahead)
+                if ahead not in self._ids:
+                    self._ids[ahead] = None
                     try:
                         self.link.send(_request(ahead, self._columns))
                     except WireError as error:
                         self._failure = self._failure or error
-            self._changed.wait_for(lambda: self._failure or at in self._answers)
-            if at not in self._answers:
+            self._changed.wait_for(lambda: self._failure or self._ids[at] is not None)
+            if (found := self._ids[at]) is None:
                 which = f"validation batch {at}"
                 if isinstance(at, tuple):
                     which = f"microbatch {at[1]} of step {at[0] + 1}"
                 raise WireError(f"token ids of {which} cannot be had: {self._failure}")
-            return self._answers[at]
+            return found
 
     def _coming(self, at: At) -> list[At]:
         """A microbatch and those that are read after it."""
@@ -240,15 +239,12 @@ class FetchedCorpus(TokenSource):
 
     def _forget_before(self, at: At) -> None:
         """Earlier steps are over. A validation is kept for the next one, if not too large."""
-        if isinstance(at, int):
-            scored = [key for key in self._asked if isinstance(key, int)]
-            is_large = len(scored) * self._id_bytes > KEPT_BYTES
-            gone: list[At] = [key for key in scored if key < at and is_large]
-        else:
-            gone = [key for key in self._asked if isinstance(key, tuple) and key[0] < at[0]]
-        self._asked.difference_update(gone)
-        for old in gone:
-            self._answers.pop(old, None)
+        first = at if isinstance(at, int) else (at[0], 0)
+        alike = [key for key in self._ids if type(key) is type(at)]
+        if isinstance(at, tuple) or len(alike) * self._id_bytes > KEPT_BYTES:
+            for key in alike:
+                if key < first:  # type: ignore[operator]  # they are alike
+                    del self._ids[key]
 
     def _on_ids(self, frame: Frame) -> None:
         if frame.kind is not FrameKind.TOKENS or (at := _place(frame)) is None:
@@ -268,8 +264,8 @@ class FetchedCorpus(TokenSource):
             if not 0 < here <= count <= self._most_learned:
                 raise WireError(f"a microbatch with {here} learned tokens came, of {count} in all")
         with self._changed:
-            if at in self._asked:  # else it came too late for the step that it was for
-                self._answers[at] = TokenIds(ids_BW, learned_BT, count)
+            if at in self._ids:  # else it came too late for the step that it was for
+                self._ids[at] = TokenIds(ids_BW, learned_BT, count)
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:
