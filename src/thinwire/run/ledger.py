@@ -2,10 +2,11 @@
 whether their loss explodes.
 """
 
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,8 +196,7 @@ class Ledger:
             self._refused_in_all += 1
         record = self._record(complete)
         self.records.append(record)
-        drift = record.measures.get("drift")
-        if drift is not None:
+        if (drift := record.measures.get("drift")) is not None:
             self._largest_drift = max(drift, self._largest_drift or 0.0)
         if {"energy_before", "energy_after"} <= record.measures.keys():
             # The jump is that of one batch's loss, scored just before and just after the move;
@@ -224,7 +224,7 @@ class Ledger:
         self._meters[stage] = meters
         self._finished.add(stage)
         if self._is_finished:
-            self._crossed = _crossed(self._meters)
+            self._crossed = _crossed([self._meters[stage] for stage in self._stages])
 
     def last_losses(self) -> list[float]:
         """The last loss of training and the last of a validation, where there are any."""
@@ -288,16 +288,31 @@ class Ledger:
         shares = [timed.shares(stage, settings.pipeline.microbatches) for stage in self._stages]
         computed = [share["compute"] + share["update"] for share in shares]
         cuts, busiest = self._cuts(), _busiest(self._uplinks_busy())
+        losses = [record.loss for record in self.records][-_LAST_LOSSES:]
+        before = [record for record in earlier if record.step < self.first_step]
+        validations = [(record.step, record.loss) for record in before]
+        validations += self._validations.items()
+        final = {
+            "final_train_loss": statistics.fmean(losses) if losses else None,
+            "last_train_loss": losses[-1] if losses else None,
+            "final_valid_loss": validations[-1][1] if validations else None,
+        }
         # Training and validation are timed on the last stage, where they do not overlap. Waiting
         # is from the end of an epoch to the training of the next; other is saving, the goodbyes
         # of the stages, and the rest.
         parts = {"start": start_seconds, **self._seconds}
         simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
-        has_space = self._largest_drift is not None or self._moves
+        space = {"largest_drift": self._largest_drift, "moves": self._moves}
         by_kind = self._sent_before + self._sent_in_epoch()
+        sent = {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
         return {
             "name": settings.run.name,
-            **self._losses(earlier),
+            **final,
+            "final_train_loss_steps": len(losses),  # of which that loss is the mean
+            # JSON has no NaN: a null that is named here was NaN or infinite
+            "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
+            "valid_losses": validations,
+            "valid_tokens": self._valid_count,  # behind each of these
             "steps": self.done,
             "steps_run": self._steps_run,
             "epochs": self._epochs,
@@ -326,36 +341,13 @@ class Ledger:
             "outages": self._outages,
             # Every byte that left, headers included, over all links and both ends of each: beside
             # training validations, handshakes and goodbyes. None until all have said their last.
-            "bytes_sent": {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
-            if self._is_finished
-            else None,
-            "space": {"largest_drift": self._largest_drift, "moves": self._moves}
-            if has_space
-            else None,
+            "bytes_sent": sent if self._is_finished else None,
+            "space": space if self._moves or self._largest_drift is not None else None,
             "refused_updates": self._refused_in_all,
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
             "seed": settings.run.seed,
             "versions": self._ready[0].versions,
-        }
-
-    def _losses(self, earlier: Sequence[EvaluationRecord]) -> dict[str, Any]:
-        losses = [record.loss for record in self.records][-_LAST_LOSSES:]
-        before = [record for record in earlier if record.step < self.first_step]
-        validations = [(record.step, record.loss) for record in before]
-        validations += self._validations.items()
-        final = {
-            "final_train_loss": statistics.fmean(losses) if losses else None,
-            "last_train_loss": losses[-1] if losses else None,
-            "final_valid_loss": validations[-1][1] if validations else None,
-        }
-        return {
-            **final,
-            "final_train_loss_steps": len(losses),  # of which that loss is the mean
-            # JSON has no NaN: a null that is named here was NaN or infinite
-            "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
-            "valid_losses": validations,
-            "valid_tokens": self._valid_count,  # behind each of these
         }
 
     def _costs(self) -> Costs:
@@ -405,7 +397,7 @@ class Ledger:
 
     def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
         before = self._crossed
-        self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
+        self._crossed = _crossed([report.meters for report in reports])
         moved = self._crossed - before
         busy = self._busy(moved, _step_seconds(reports))
         return [
@@ -447,8 +439,8 @@ class Ledger:
         """What all stages have sent by the meters that they reported last, by kind of frame."""
         by_kind: Counter[str] = Counter()
         for moved in (moved for meters in self._meters.values() for moved in meters.values()):
-            for kind in moved["sent"].keys() - {"total"}:
-                by_kind[kind] += _sent(moved, (kind,))
+            by_kind.update({kind: _sent(moved, (kind,)) for kind in moved["sent"]})
+        del by_kind["total"]
         return by_kind
 
     def _uplinks_busy(self) -> list[float]:
@@ -475,13 +467,10 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
     return loss / math.log(2) * tokens / size if size else None
 
 
-def _crossed(meters: Mapping[int, Meters]) -> Crossed:
+def _crossed(meters: Sequence[Meters]) -> Crossed:
     rows = [
-        (
-            _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),
-            _sent(meters[cut + 1][f"cut-{cut}"], _BACKWARD_KINDS),
-        )
-        for cut in range(len(meters) - 1)
+        (_sent(below[f"cut-{cut}"], _FORWARD_KINDS), _sent(above[f"cut-{cut}"], _BACKWARD_KINDS))
+        for cut, (below, above) in enumerate(itertools.pairwise(meters))
     ]
     return np.array(rows, int).reshape(-1, 2)
 
