@@ -41,47 +41,46 @@ _RUNS = Path(RunConfig().out)
 Handler = Callable[[dict[str, Any]], Any]
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-
-class ControlSocket(contextlib.AbstractContextManager["ControlSocket"]):
+class ControlSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Answers requests in a folder that this process has claimed, on threads, until `close`."""
 
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
-        self.path = folder / FILE
-
-        class Caller(socketserver.StreamRequestHandler):
-            timeout = _REQUEST_S
-
-            def handle(self) -> None:
-                with contextlib.suppress(OSError, WireError):
-                    _say(self.wfile, _answered(handlers, _heard(self.rfile)))
-
-        self._server = _Server(str(self.path), Caller, bind_and_activate=False)
+        self.path, self.handlers = folder / FILE, handlers
+        super().__init__(str(self.path), _Caller, bind_and_activate=False)
         try:
             if self.path.is_socket():  # a killed process has left it
                 self.path.unlink()
-            with _short(self.path) as self._server.server_address:
-                self._server.server_bind()
+            with _short(self.path) as self.server_address:
+                self.server_bind()
             self.path.chmod(0o600)  # before it listens, so nobody comes in between
-            self._server.server_activate()
+            self.server_activate()
         except OSError as error:
-            self._server.server_close()
+            self.server_close()
             raise ConfigError(
                 f"cannot make {self.path}, by which this run is asked: {error}"
             ) from error
-        serve = self._server.serve_forever
+        serve = self.serve_forever
         threading.Thread(target=serve, args=(0.1,), name="thinwire control", daemon=True).start()
 
     def close(self) -> None:
         """Answer no more, and remove the socket."""
         self.path.unlink(missing_ok=True)
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _Caller(socketserver.StreamRequestHandler):
+    server: ControlSocket
+    timeout = _REQUEST_S
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, WireError):
+            _say(self.wfile, _answered(self.server.handlers, _heard(self.rfile)))
 
 
 def _answered(handlers: Mapping[str, Handler], request: dict[str, Any]) -> dict[str, Any]:
@@ -136,22 +135,18 @@ def ask_status(folder: Path, timeout: float = 15.0) -> StatusReport:
 def is_alive(folder: Path) -> bool:
     """Whether a process answers in this folder."""
     try:
-        _connected(folder, _REQUEST_S).close()
+        with _connected(folder, _REQUEST_S):
+            return True
     except OSError as error:
         return isinstance(error, (TimeoutError, BlockingIOError))  # more callers than it can queue
-    return True
 
 
-def _connected(folder: Path, timeout: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout)
-    try:
-        with _short(folder / FILE) as path:
-            connection.connect(path)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+@contextlib.contextmanager
+def _connected(folder: Path, timeout: float) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connection, _short(folder / FILE) as path:
+        connection.settimeout(timeout)
+        connection.connect(path)
+        yield connection
 
 
 @contextlib.contextmanager
