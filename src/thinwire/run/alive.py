@@ -5,8 +5,8 @@ A hosted or joined run answers on a unix socket in its folder, a JSON line each:
     {"ask": "status"}                     {"answer": {...}}
     {"ask": "kick", "peer": "ben"}        {"error": "nobody called ben has joined"}
 
-Only the user whose run it is may open the socket. What comes in is data, and bounded. A run of
-`thinwire train` answers no questions: it is known by its lock, and shown by what it has written.
+Only the user whose run it is may open the socket. A run of `thinwire train` answers no questions:
+it is known by its lock, and shown by what it has written.
 """
 
 import contextlib

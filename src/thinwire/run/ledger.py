@@ -288,6 +288,8 @@ class Ledger:
         shares = [timed.shares(stage, settings.pipeline.microbatches) for stage in self._stages]
         computed = [share["compute"] + share["update"] for share in shares]
         cuts, busiest = self._cuts(), _busiest(self._uplinks_busy())
+        dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
+        left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
         losses = [record.loss for record in self.records][-_LAST_LOSSES:]
         before = [record for record in earlier if record.step < self.first_step]
         validations = [(record.step, record.loss) for record in before]
@@ -336,7 +338,8 @@ class Ledger:
             "bubble_fraction": 1 - statistics.fmean(computed) if seconds else None,
             "time_shares": shares,
             "link_utilisation": None if math.isnan(busiest) else busiest,
-            "ratio_vs_bf16": _total_ratio(cuts),
+            # bytes of bf16 dense both ways over all that training sent, headers included
+            "ratio_vs_bf16": dense / left if cuts else None,
             "cuts": cuts,
             "outages": self._outages,
             # Every byte that left, headers included, over all links and both ends of each: beside
@@ -360,7 +363,14 @@ class Ledger:
         return Costs(forward, backward, update, up, down)
 
     def _record(self, reports: list[Step]) -> StepRecord:
-        settings = self.settings
+        settings, seconds, before = self.settings, _step_seconds(reports), self._crossed
+        self._crossed = _crossed([report.meters for report in reports])
+        moved = self._crossed - before
+        busy = self._busy(moved, seconds)
+        links = [
+            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
+            for cut, (forward, backward) in enumerate(moved.tolist())
+        ]
         usual = statistics.fmean(self._timed.seconds[-_LAST_SECONDS:])
         loss, measures = reports[-1].loss, dict[str, float]()
         for report in reports:  # of the shared space: the worst of each, over all stages
@@ -374,10 +384,10 @@ class Ledger:
             grad_norm=reports[0].grad_norm,
             tokens=self.done * settings.tokens_per_step,
             tokens_per_s=settings.tokens_per_step / usual,
-            step_seconds=_step_seconds(reports),
+            step_seconds=seconds,
             eta_seconds=usual * (settings.train.steps - self.done),
             stages=self._stage_records(reports),
-            links=self._link_records(reports),
+            links=links,
             measures=measures,
         )
 
@@ -393,16 +403,6 @@ class Ledger:
                 ready.device,
             )
             for stage, (ready, report) in enumerate(zip(self._ready, reports, strict=True))
-        ]
-
-    def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
-        before = self._crossed
-        self._crossed = _crossed([report.meters for report in reports])
-        moved = self._crossed - before
-        busy = self._busy(moved, _step_seconds(reports))
-        return [
-            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
-            for cut, (forward, backward) in enumerate(moved.tolist())
         ]
 
     @property
@@ -480,20 +480,11 @@ def _sent(moved: Moved, kinds: tuple[str, ...]) -> int:
     return sum(count["header_bytes"] + count["payload_bytes"] for count in counts)
 
 
-def _total_ratio(cuts: list[dict[str, Any]]) -> float | None:
-    """Bytes of bf16 dense both ways over all that training sent over the cuts, headers included."""
-    dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
-    left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
-    return dense / left if cuts else None
-
-
 class LossWatch:
-    """Hears the reports of a run's stages in order, and says when its loss explodes: is finite, and
-    far above its own past.
-
-    The training loss is noisy, so the median of the last steps counts, against what all but the
-    worst losses of the calmest stretch so far stayed below. Validations always score the same data,
-    so one counts against the best; but where the training loss stays below that, a run overfits.
+    """Hears the reports of a run in order, and says when its loss explodes: is finite, and far
+    above its own past. Training is noisy, so the median of the last steps counts, against what all
+    but the worst losses of the calmest stretch stayed below. Validations score the same data, so
+    one counts against the best; but where the training loss stays below that, a run overfits.
     """
 
     def __init__(self, stops: bool = False, best: float = math.inf):
@@ -546,5 +537,4 @@ class LossWatch:
 
 def watch_losses(settings: Settings, folder: Path, resumed: Checkpoint | None) -> LossWatch:
     """The watch of a run that begins, or goes on from a checkpoint."""
-    best = begin_proof(folder, resumed).best_loss
-    return LossWatch(settings.run.on_explosion == "stop", best)
+    return LossWatch(settings.run.on_explosion == "stop", begin_proof(folder, resumed).best_loss)

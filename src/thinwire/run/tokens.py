@@ -5,9 +5,9 @@
                       not learned whole one bit each, and how many are learned in the step--
 
 A stage asks only for what it reads, some steps before it reads it. A validation comes again and
-again, so its ids are kept, up to a limit. The host answers on threads of its own, one request of a
-stage at a time: any microbatch of this run, and nothing else. The corpus's fingerprint becomes a
-part of the links' contract, as if the corpus were there.
+again, so its ids are kept, up to a limit. The host answers on the link's threads: any microbatch of
+this run, and nothing else. The corpus's fingerprint is a part of the links' contract, as if it were
+there.
 """
 
 import dataclasses
@@ -85,8 +85,8 @@ def _place(frame: Frame) -> At | None:
 
 
 class TokenIds(NamedTuple):
-    """What has come of a microbatch: its ids, and where not all targets are learned, and they are
-    read, which are, and how many in its step.
+    """What has come of a microbatch; where not all targets are learned, which are, and how many in
+    its step.
     """
 
     ids_BW: np.ndarray

@@ -1,12 +1,10 @@
 """Files that travel between a host and its peers: in pieces, resumable, hashed, at a bounded rate.
 
-One end says which file it wants and what it has of it (`take`); the other sends the rest, or says
-why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose connection was
-lost goes on where it stopped, also in another process.
+One end says which file it wants and from where on (`take`); the other sends the rest, or says why
+not (`serve_files`). What has arrived is kept in a part file, also for another process.
 
-- *Shards to the host.* Each stage writes its shard on its own machine and reports it. The host
-  fetches it while training goes on (`ShardCollector`), at a bounded share of the member's uplink
-  (`ShardSender`). All stages of one step travel at a time; of steps that wait, the newest is next.
+- *Shards to the host*, which fetches them while training goes on (`ShardCollector`), at a bounded
+  share of the member's uplink (`ShardSender`): those of one step at a time, then the newest.
 - *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file,
   and of others only the tensors that it needs. What this machine has already is not sent again.
 """
@@ -184,11 +182,9 @@ def take(
     """Complete `part` until it is the file that is wanted, which may be sent twice; CheckpointError
     says why that cannot be. WireError: the connection is lost, and `part` holds what has come.
     """
-    found = ""
     for _ in ("first", "second"):
         _complete(talk, want, part, progress)
-        found = sha256_of(part)
-        if found == want.sha256:
+        if (found := sha256_of(part)) == want.sha256:
             return
         part.unlink()
     raise OtherContentError(
@@ -364,19 +360,16 @@ class ShardCollector:
         except OSError as error:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
-            self._arrive(step, stage, written)
-
-    def _arrive(self, step: int, stage: int, written: ShardWritten) -> None:
-        with self._changed:
-            is_due = step == self._current and stage in self._missing
-            if not is_due or self._announced[step].get(stage) is not written:
-                return  # of who held the stage before
-            self._missing.discard(stage)
-            self._tell(Travelled(stage, step))
-            if not self._missing:
-                self._announced.pop(step)
-                self._current = OF_NO_STEP
-                self._choose()
+            with self._changed:
+                is_due = step == self._current and stage in self._missing
+                if not is_due or self._announced[step].get(stage) is not written:
+                    return  # of who held the stage before
+                self._missing.discard(stage)
+                self._tell(Travelled(stage, step))
+                if not self._missing:
+                    self._announced.pop(step)
+                    self._current = OF_NO_STEP
+                    self._choose()
 
     def _choose(self) -> None:
         """If none is under way: the newest checkpoint of which all stages have written theirs."""

@@ -222,7 +222,12 @@ class RunView:
             self.status = self._ask()
             changed = [name for name in (CONFIG, PROGRESS_FILE) if self._has_changed(name)]
             if CONFIG in changed:
-                self._read_settings()
+                self._settings = None
+                with contextlib.suppress(ThinwireError):
+                    self._settings = load_settings(self.folder, [])  # no plugins, which are code
+                recipe = recipe_of(self._settings) if self._settings else ""
+                text = self._contents[CONFIG].decode(errors="replace")
+                self._show("settings", {"text": text, "recipe": recipe})
             if changed:
                 progress = read_progress(self.folder)
                 plain = msgspec.to_builtins(progress) if progress else {}
@@ -252,14 +257,6 @@ class RunView:
             content = (self.folder / name).read_bytes()
         self._contents[name] = content
         return content != before
-
-    def _read_settings(self) -> None:
-        self._settings = None
-        with contextlib.suppress(ThinwireError):
-            self._settings = load_settings(self.folder, [])  # without plugins, which are code
-        recipe = recipe_of(self._settings) if self._settings else ""
-        text = self._contents[CONFIG].decode(errors="replace")
-        self._show("settings", {"text": text, "recipe": recipe})
 
     def _state(self) -> dict[str, Any]:
         last, moments = self.curves.last, [event.time for event in self._events[-1:]]
