@@ -155,7 +155,7 @@ def test_plots_that_fail_cost_no_run_and_a_summary_is_json(replay):
     run, _, stream = replay()
     run.follow()
     (run.folder / "plots").write_text("a file where the folder should be")
-    run.record.ledger._validations = {0: math.inf, **run.record.ledger._validations}
+    run.record.ledger._validations[0] = math.inf
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")

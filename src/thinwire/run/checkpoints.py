@@ -27,6 +27,7 @@ from thinwire.engine.checkpoint import (
     TOKENIZER,
     Checkpoint,
     Shard,
+    Versions,
     checkpoints_folder,
     list_checkpoints,
     list_checkpoints_at,
@@ -186,8 +187,8 @@ class Checkpoints:
         """Make a checkpoint of the parts of all stages."""
         shards = [part.shard for part in parts]
         memory = {cut: legs for part in parts for cut, legs in part.agreements.items()}
-        facts = facts_of(self.settings, self.data, memory)
-        facts |= {**vars(parts[0].versions), **origin_in(self.resumed)}
+        facts = facts_of(self.settings, self.data, parts[0].versions, memory)
+        facts |= origin_in(self.resumed)
         written_with = self.data.tokenizer(), self.data.template()
         try:
             self.latest = commit(self.folder, step, shards, facts, *written_with)
@@ -278,14 +279,12 @@ class Checkpoints:
             self.display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
 
 
-def facts_of(settings: Settings, data: Corpus, codec_memory: dict[str, Any]) -> dict[str, Any]:
+def facts_of(
+    settings: Settings, data: Corpus, versions: Versions, codec_memory: dict[str, Any]
+) -> dict[str, Any]:
     """What a manifest says of the run that a checkpoint is of."""
-    return {
-        "settings": settings.to_plain(),
-        "config_hash": settings.hash,
-        "corpus": data.fingerprint,
-        "codec_memory": codec_memory,
-    }
+    plain = {"settings": settings.to_plain(), "config_hash": settings.hash}
+    return {**plain, "corpus": data.fingerprint, "codec_memory": codec_memory, **vars(versions)}
 
 
 def commit(

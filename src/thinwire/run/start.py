@@ -1,9 +1,8 @@
 """Where a run begins: its settings in a few lines, its data, and the weights that it goes on from.
 
-Every engine begins here (`opened`). A run that is resumed goes on from a checkpoint of its own
-(`open_resume`). A new run may take the weights of a checkpoint (`train.init_from`): they become its
-own checkpoint of step 0, made stage by stage (`make_start`), from which it is resumed. Step count,
-data order, moments and codecs begin anew.
+A run that is resumed goes on from a checkpoint of its own (`open_resume`). A new run may take the
+weights of a checkpoint (`train.init_from`): they become its own checkpoint of step 0, made stage by
+stage (`make_start`), from which it is resumed. Steps, data order, moments and codecs begin anew.
 """
 
 import contextlib
@@ -17,7 +16,14 @@ import torch
 from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.build import StageBuilder, choose_device, model_weights
-from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
+from thinwire.engine.checkpoint import (
+    SEAL,
+    Checkpoint,
+    Versions,
+    content_hash,
+    partial_folder,
+    write_shard,
+)
 from thinwire.engine.conversion import MOST_LOST, Transfer, projected_cuts, why_not_folded
 from thinwire.engine.cut import are_cuts_learned, check_memory
 from thinwire.engine.feed import Feed
@@ -284,13 +290,18 @@ def make_start(
         state = StageState(StageUpdate(builder, stage, index))
         shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
         display.progress("start", index + 1, stages, "stages from earlier weights")
-    versions = {"weight_version": 0, "basis_version": 0}
     seal = {SEAL: content_hash(origin.manifest)}
     source = {"path": str(origin.folder), "step": origin.step, **seal}
-    facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
+    facts = facts_of(settings, data, Versions(0, 0), {}) | {ORIGIN: source}
     made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
-    for note in _found(transfer, origin):
-        display.note(note)
+    if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
+        display.note(f"not in {origin.folder}, so they start anew: {', '.join(fresh)}")
+    if transfer.lost > MOST_LOST:
+        display.note(
+            f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "
+            "it and are lost (relative size): that ruins a trained model. Use boundary.mode = "
+            '"dense" or "projected", or train from the start'
+        )
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
     return Checkpoint.open(made, allow_plugins=True)
 
@@ -350,18 +361,5 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
         notes.append(
             f"the cuts of this run are new to {origin.folder}, and their random basis drops most "
             'of what crosses, which ruins a trained model: boundary.mode = "dense" keeps all of it'
-        )
-    return notes
-
-
-def _found(transfer: Transfer, origin: Checkpoint) -> list[str]:
-    notes = []
-    if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
-        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(fresh)}")
-    if transfer.lost > MOST_LOST:
-        notes.append(
-            f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "
-            "it and are lost (relative size): that ruins a trained model. Use boundary.mode = "
-            '"dense" or "projected", or train from the start'
         )
     return notes

@@ -2,10 +2,7 @@
 
 On loopback everybody on the machine may read. On any other address, and for whatever an application
 keeps to its owner (`has_token`), a request shows the token of the server's address. Pages of other
-sites get nothing: a browser says which host it was asked for and which page asks.
-
-The libraries behind it are imported when the first connection comes: a run that nobody looks at
-pays for a listening socket alone.
+sites get nothing. The libraries behind it are imported when the first connection comes.
 """
 
 import errno
@@ -43,9 +40,8 @@ class WebServer:
     """Serves what `make_app` makes on the server's thread, from `start` to `close`.
 
     `listen`: HOST:PORT, port 0 for any free one; with `takes_next_port` the next free one, where
-    that is in use. `token`: what a request outside loopback has to show if it `needs_token`; one is
-    drawn if none is given. `patience`: seconds that answers under way get to end in when it is
-    closed.
+    that is in use. `token`: what requests outside loopback have to show if it `needs_token`; ""
+    draws one. `patience`: seconds for answers under way to end in when it is closed.
     """
 
     def __init__(
@@ -117,7 +113,6 @@ class WebServer:
 
 def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> "ASGIApp":
     """The application behind the guards. `is_private`: it can be reached from this machine alone.
-
     An address with the right token sets a cookie, and leads to the same address without it.
     """
     from starlette.datastructures import MutableHeaders
@@ -147,10 +142,9 @@ def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> 
             query = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
             # One slash: two would lead to another site.
             place = "/" + urllib.parse.quote(request.url.path.lstrip("/"))
-            page = RedirectResponse(f"{place}?{urllib.parse.urlencode(query)}".rstrip("?"), 303)
+            answer = RedirectResponse(f"{place}?{urllib.parse.urlencode(query)}".rstrip("?"), 303)
             # Lax: also a link in a letter opens the page, and no other site's page can act by it.
-            page.set_cookie(cookie, token, 31_536_000, httponly=True, samesite="lax")
-            answer = page
+            answer.set_cookie(cookie, token, 31_536_000, httponly=True, samesite="lax")
         await answer(scope, receive, send_with_headers)
 
     return guard
@@ -174,10 +168,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _refusal(request: "Request", is_welcome: bool, is_private: bool) -> str:
-    """Why a request is refused; empty if it is not.
-
-    A name of another site that leads here (DNS rebinding) is caught by the host that was asked
-    for, a page of another site by its origin. Who shows the token may use any name.
+    """Why a request is refused; empty if it is not. A name of another site that leads here (DNS
+    rebinding) is caught by the host that was asked for, a page of another site by its origin.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if origin is not None and origin.lower().rpartition("://")[2] != host.lower():
