@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,14 +134,8 @@ class Standing:
         with self._lock:
             return self._stages.get(stage, (0.0, ""))
 
-    def report(
-        self,
-        epoch: int,
-        seats: list[str],
-        peers: list[msg.PeerStatus],
-        last_checkpoint: int | None = None,
-    ) -> msg.StatusReport:
-        """How the run stands now, with these peers in these seats."""
+    def report(self, epoch: int, seats: list[str]) -> msg.StatusReport:
+        """How the run stands now with these members in its seats, about which it says nothing."""
         with self._lock:
             waiting_for, since = self._waiting_for, self._waiting_since
             links, down = [], list[tuple[float, str]]()
@@ -165,8 +159,6 @@ class Standing:
                 epoch=epoch,
                 waiting_for=waiting_for,
                 waiting_since=since if waiting_for else 0.0,
-                last_checkpoint=last_checkpoint,
-                peers=peers,
                 links=links,
             ).after(self.last_step)
 
@@ -264,14 +256,15 @@ class HostConsole:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
         formation, settings, cut = self.formation(), self.settings(), msgspec.structs.replace
         peers = [self._peer(member, formation, settings) for member in self.members.all()]
+        report = self.standing.report(formation.epoch, formation.seats)
+        waiting_for = report.waiting_for
         if for_members:
             peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
+            waiting_for = waiting_for.partition(" (")[0][:MOST_WORDS]
         else:
             peers += [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
         last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
-        report = self.standing.report(formation.epoch, formation.seats, peers, last)
-        waiting_for = report.waiting_for.partition(" (")[0][:MOST_WORDS]
-        return cut(report, waiting_for=waiting_for) if for_members else report
+        return cut(report, waiting_for=waiting_for, last_checkpoint=last, peers=peers)
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
@@ -392,7 +385,9 @@ def status_table(report: msg.StatusReport) -> RenderableType:
     return Group(*parts, *(Text(f"note: {printable(note)}") for note in report.notes))
 
 
-def _table(title: str, columns: list[Column], rows: list[tuple[str, ...]]) -> list[RenderableType]:
+def _table(
+    title: str, columns: list[Column], rows: Sequence[tuple[str, ...]]
+) -> list[RenderableType]:
     """A table of what others say, as text: a terminal obeys nothing of it. None without rows."""
     table = plain_table(title, *columns)
     for row in rows:

@@ -44,21 +44,19 @@ class Followed(Display):
     """
 
     def __init__(self, shown: Display, listen: str, role: str, prompt: str = ""):
-        self._shown, self._role, self._prompt = shown, role, prompt
+        self._shown, self._listen, self._prompt = shown, listen, prompt
+        self._is_host = role == "host"
         self._sampler: Sampler | None = None
+        self._server: WebServer | None = None
         self._tell: Callable[[str, str], None] = lambda *said: None  # before there is a folder
-        self._folder, self._serves = Path(), listen != OFF
-        # An address that was asked for is refused before the run begins.
-        asked = listen not in ("", OFF)
-        self._server = WebServer(self._page, listen) if asked else None
 
     def opened(self, folder: Path) -> None:
-        self._folder, self._tell = folder, functools.partial(tell, folder)
+        if self._listen != OFF:
+            self._serve(folder)
+        self._tell = functools.partial(tell, folder)
         self._tell("begin", "started")
         if self._prompt:
             self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
-        if self._serves:
-            self._serve()
 
     def phase(self, tag: str, text: str) -> None:
         self._shown.phase(tag, text)
@@ -95,30 +93,27 @@ class Followed(Display):
         self._tell(kind, text)
         self.share(kind, text)
 
-    def _serve(self) -> None:
-        place, kept, is_host = self._folder / _KEPT, _Kept(), self._role == "host"
+    def _serve(self, folder: Path) -> None:
+        place, kept, listen = folder / _KEPT, _Kept(), self._listen
         with contextlib.suppress(OSError, ValueError):  # also bytes that are no text
-            kept = msgspec.json.decode(place.read_bytes(), type=_Kept) if is_host else kept
+            kept = msgspec.json.decode(place.read_bytes(), type=_Kept) if self._is_host else kept
+        usual = f"{USUAL_HOST}:{kept.port or USUAL_PORT}"
+        page = functools.partial(_make_page, [folder], is_own=True)
         try:
-            if self._server is None:
-                listen = f"{USUAL_HOST}:{kept.port or USUAL_PORT}"
-                self._server = WebServer(self._page, listen, takes_next_port=True)
-        except ConfigError as error:  # the page is a convenience, the run is not
-            self._shown.note(f"no page for the browser: {error}")
+            server = WebServer(page, listen or usual, kept.token, takes_next_port=not listen)
+        except ConfigError as error:
+            if listen:
+                raise
+            self._shown.note(f"no page for the browser: {error}")  # it is a convenience
             return
-        server = self._server
-        server.token = kept.token or server.token
-        if is_host:
+        if self._is_host:
             with contextlib.suppress(OSError):
                 kept = _Kept(server.token, server.port)
                 replace_private_file(place, msgspec.json.encode(kept))
-        server.start()
+        self._server = server.start()
         # Elsewhere nobody reads without the token; here it is for what a host alone may do.
-        needs_token = is_host or not server.is_private
+        needs_token = self._is_host or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
-
-    def _page(self) -> "ASGIApp":
-        return _make_page([self._folder], is_own=True)
 
 
 def _make_page(folders: list[Path], is_own: bool = False) -> "ASGIApp":
