@@ -101,7 +101,7 @@ def test_a_full_disk_is_known_before_anything_is_asked(file, tmp_path, monkeypat
 @pytest.mark.parametrize(("answer", "error", "words"), [
     (tr.Refusal("it is gone"), CheckpointError, "does not send it: it is gone"),
     (Frame(FrameKind.PIECE, step=1, payload=bytes(10)), BreachError, "another piece"),
-    (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "11 bytes, not 10"),
+    (Frame(FrameKind.PIECE, payload=bytes(11)), BreachError, "another piece"),
     (Frame(FrameKind.FORWARD, payload=bytes(10)), BreachError, "FORWARD frame"),
     (Frame(FrameKind.CONTROL, payload=b"nonsense"), BreachError, "cannot be read"),
     (Frame(FrameKind.PIECE, payload=bytes(tr.MOST_SAID + 1)), BreachError, "at most"),

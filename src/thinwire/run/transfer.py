@@ -210,11 +210,9 @@ def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
             piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
-            size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
-            if piece.step != have // PIECE_BYTES:
+            due = have // PIECE_BYTES, min(PIECE_BYTES, want.bytes - have)
+            if (piece.step, len(piece.payload)) != due:
                 raise BreachError("the other end sent another piece than the one that was due")
-            if size != due:
-                raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
             have += file.write(piece.payload)
             progress(have)
     flush(part)
@@ -238,50 +236,48 @@ def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
     return partial_folder(run_folder, step) / f"stage-{stage}.safetensors"
 
 
+@dataclass
 class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
 
-    `limits`: the most bytes of each stage's shard. `objection`: why a file is not the part that a
-    stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`: seconds
-    without a byte of the checkpoint under way, before it is given up; 0 = never. `on_progress` gets
-    the bytes of all its shards that are here, and in all.
+    `limits`: the most bytes of each stage's shard. `objection_to`: why a file is not the part that
+    a stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`:
+    seconds without a byte of the checkpoint under way, before it is given up; 0 = never.
+    `on_progress` gets the bytes of all its shards that are here, and in all.
     """
 
-    def __init__(
-        self,
-        run_folder: Path,
-        limits: Sequence[int],
-        objection: Callable[[int, ShardWritten, Path], str],
-        tell: Callable[[Travelled], None],
-        patience: float = 900.0,
-        meter: Meter | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ):
-        self.meter = meter or Meter()
-        self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
-        self._limits, self._objection_to, self._patience = limits, objection, patience
-        self._tell, self._on_progress = tell, on_progress
-        self._fetching = [threading.Lock() for _ in limits]  # one at a time writes a part
-        self._changed = threading.Condition()  # guards all that follows
-        self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
-        self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
-        self._current = OF_NO_STEP  # whose shards travel
-        self._missing: set[int] = set()  # its stages whose shards are not here
-        self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
-        self._closed = False
-        self._moved_at = time.monotonic()
-        if patience:
+    run_folder: Path
+    limits: Sequence[int]
+    objection_to: Callable[[int, ShardWritten, Path], str]
+    tell: Callable[[Travelled], None]
+    patience: float = 900.0
+    meter: Meter = field(default_factory=Meter)
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    _changed: threading.Condition = field(default_factory=threading.Condition)  # guards the rest
+    _announced: dict[int, dict[int, ShardWritten]] = field(default_factory=dict)  # by step, stage
+    # Steps, and why: parts of them may still be announced.
+    _given_up: dict[int, str] = field(default_factory=dict)
+    _current: int = OF_NO_STEP  # whose shards travel
+    _missing: set[int] = field(default_factory=set)  # its stages whose shards are not here
+    _have: dict[int, int] = field(default_factory=dict)  # bytes of its shards, by stage
+    _closed: bool = False
+    _moved_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._incoming = incoming_folder(self.run_folder)
+        self._fetching = [threading.Lock() for _ in self.limits]  # one at a time writes a part
+        if self.patience:
             threading.Thread(target=self._watch, name="thinwire shards", daemon=True).start()
 
     def announce(self, stage: int, written: ShardWritten) -> None:
         """A stage says that it has written its shard of a step."""
-        step, size, most = written.step, written.shard.bytes, self._limits[stage]
+        step, size, most = written.step, written.shard.bytes, self.limits[stage]
         with self._changed:
             self._announced.setdefault(step, {})[stage] = written
             if not 0 < size <= most:
                 reported = f"stage {stage} reported a shard of {size:,} bytes"
                 objection = f"{reported}, but its state takes at most {most:,}"
-                self._tell(Travelled(stage, step, objection, at_fault=True))
+                self.tell(Travelled(stage, step, objection, at_fault=True))
                 self._given_up.setdefault(step, objection)
             if step in self._given_up:
                 self.give_up(step, self._given_up[step])
@@ -293,7 +289,7 @@ class ShardCollector:
             self._given_up.setdefault(step, reason)
             for stage in sorted(self._announced.pop(step, {})):
                 if step != self._current or stage in self._missing:
-                    self._tell(Travelled(stage, step, reason))
+                    self.tell(Travelled(stage, step, reason))
             if step == self._current:
                 self._current, self._missing = OF_NO_STEP, set()
             self._choose()
@@ -346,16 +342,16 @@ class ShardCollector:
                 other.unlink()
             want = Want(step, stage, shard.sha256, shard.bytes)
             take(talk, want, part, lambda done: self._note_progress(step, stage, done))
-            if refused := self._objection_to(stage, written, part):
+            if refused := self.objection_to(stage, written, part):
                 part.unlink()
                 raise OtherContentError(f"it is not its state: {refused}")
-            place = _shard_file(self._run_folder, step, stage)
+            place = _shard_file(self.run_folder, step, stage)
             place.parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(part, place)  # it stays, in case this epoch ends before the others came
         except (CheckpointError, ConfigError) as error:
             reason = f"{whose} from {member}: {error}"
             if isinstance(error, OtherContentError):
-                self._tell(Travelled(stage, step, reason, at_fault=True))
+                self.tell(Travelled(stage, step, reason, at_fault=True))
             self.give_up(step, reason)
         except OSError as error:
             self.give_up(step, f"{whose} cannot be kept: {error}")
@@ -365,7 +361,7 @@ class ShardCollector:
                 if not is_due or self._announced[step].get(stage) is not written:
                     return  # of who held the stage before
                 self._missing.discard(stage)
-                self._tell(Travelled(stage, step))
+                self.tell(Travelled(stage, step))
                 if not self._missing:
                     self._announced.pop(step)
                     self._current = OF_NO_STEP
@@ -373,9 +369,9 @@ class ShardCollector:
 
     def _choose(self) -> None:
         """If none is under way: the newest checkpoint of which all stages have written theirs."""
-        whole = [s for s, parts in self._announced.items() if len(parts) == len(self._limits)]
+        whole = [s for s, parts in self._announced.items() if len(parts) == len(self.limits)]
         if self._current == OF_NO_STEP and whole:
-            self._current, self._missing = max(whole), set(range(len(self._limits)))
+            self._current, self._missing = max(whole), set(range(len(self.limits)))
             self._have, self._moved_at = {}, time.monotonic()
             for older in sorted(step for step in self._announced if step < self._current):
                 why = f"that of step {self._current} came due before it could be sent"
@@ -391,15 +387,15 @@ class ShardCollector:
             self._have[stage] = done
             total = sum(part.shard.bytes for part in self._announced[step].values())
             here = sum(self._have.values())
-        self._on_progress(here, total)
+        self.on_progress(here, total)
 
     def _watch(self) -> None:
         """Give a checkpoint up of which nothing has come for too long."""
         with self._changed:
             while not self._closed:
-                self._changed.wait(min(1.0, self._patience / 4))
+                self._changed.wait(min(1.0, self.patience / 4))
                 quiet = time.monotonic() - self._moved_at
-                if self._missing and quiet > self._patience:
+                if self._missing and quiet > self.patience:
                     which = ", ".join(f"stage {stage}" for stage in sorted(self._missing))
                     reason = f"nothing of the shard of {which} has come for {quiet:.0f} s"
                     self.give_up(self._current, reason)
