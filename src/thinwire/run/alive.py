@@ -58,9 +58,8 @@ class ControlSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             self.server_activate()
         except OSError as error:
             self.server_close()
-            raise ConfigError(
-                f"cannot make {self.path}, by which this run is asked: {error}"
-            ) from error
+            what = f"cannot make {self.path}, by which this run is asked"
+            raise ConfigError(f"{what}: {error}") from error
         serve = self.serve_forever
         threading.Thread(target=serve, args=(0.1,), name="thinwire control", daemon=True).start()
 
@@ -104,13 +103,11 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
             lines.flush()
             said = _heard(lines)
     except PermissionError:
-        raise ConfigError(
-            f"{folder} belongs to another user: only who started the run may ask it"
-        ) from None
+        whose = f"{folder} belongs to another user"
+        raise ConfigError(f"{whose}: only who started the run may ask it") from None
     except TimeoutError:
-        raise WireError(
-            f"the run in {folder} did not answer within {timeout:g} s: it may be stopped"
-        ) from None
+        silent = f"the run in {folder} did not answer within {timeout:g} s"
+        raise WireError(f"{silent}: it may be stopped") from None
     except (OSError, WireError):
         raise NotAliveError(f"no run is alive in {folder}, or it has just ended") from None
     if "error" in said:
@@ -196,18 +193,15 @@ def folder_to_ask(given: Path | None, is_host: bool) -> Path:
     found = _at_work(given, place)
     able = [folder for folder in found if is_alive(folder)]
     if len(able) > 1:
-        raise ConfigError(
-            f"several runs are alive: name the folder of one, {', '.join(map(str, able))}"
-        )
+        folders = ", ".join(map(str, able))
+        raise ConfigError(f"several runs are alive: name the folder of one, {folders}")
     if able:
         return able[0]
     others = [] if given else _at_work(None, other)
     for folder in filter(is_alive, others):
-        if is_host:
-            peer = f"this machine hosts no run: it is a peer of the run in {folder}"
-            raise NotAliveError(f"{peer}; only a host can do this")
-        hosts = f"this machine is no peer of a run: it hosts the one in {folder}"
-        raise NotAliveError(f"{hosts}. Ctrl-C there stops that")
+        hosts = f"no peer of a run: it hosts the one in {folder}. Ctrl-C there stops that"
+        joins = f"hosts no run: it is a peer of the run in {folder}; only a host can do this"
+        raise NotAliveError(f"this machine {joins if is_host else f'is {hosts}'}")
     if local := found or others:
         raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
     raise _not_alive([given or place])

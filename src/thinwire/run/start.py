@@ -250,9 +250,8 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
         train = dataclasses.replace(train, init_from=saved.train.init_from)
     if train.init_from:
         model = dataclasses.replace(model, embed_std=saved.model.embed_std)
-        if boundary.mode == saved.boundary.mode or (
-            boundary.is_constrained and saved.boundary.is_constrained
-        ):
+        are_constrained = boundary.is_constrained and saved.boundary.is_constrained
+        if are_constrained or boundary.mode == saved.boundary.mode:
             boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
     now, then = (
         (s.model.layers, s.pipeline.stages, s.boundary.mode, s.boundary.free_layers)

@@ -123,9 +123,8 @@ class TokenServer:
         if asked.kind is not FrameKind.TOKENS or columns != asked.codec or not columns:
             raise WireError(f"a {asked.kind.name} frame does not ask for token ids")
         if not self._has(at := _place(asked)):
-            raise WireError(
-                f"microbatch {asked.microbatch} of step {asked.step} is not in this run"
-            )
+            which = f"microbatch {asked.microbatch} of step {asked.step}"
+            raise WireError(f"{which} is not in this run")
         shape, payload = self._answer(at, columns)
         self.link.wait_for_room(_MOST_UNSENT)
         self.link.send(dataclasses.replace(asked, shape=shape, payload=payload))

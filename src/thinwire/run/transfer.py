@@ -187,9 +187,8 @@ def take(
         if (found := sha256_of(part)) == want.sha256:
             return
         part.unlink()
-    raise OtherContentError(
-        f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}, twice"
-    )
+    hashes = f"{found[:12]} instead of {want.sha256[:12]}"
+    raise OtherContentError(f"it arrived with the hash {hashes}, twice")
 
 
 def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None]) -> None:
@@ -254,12 +253,13 @@ class ShardCollector:
     meter: Meter = field(default_factory=Meter)
     on_progress: Callable[[int, int], None] = lambda done, total: None
     _changed: threading.Condition = field(default_factory=threading.Condition)  # guards the rest
-    _announced: dict[int, dict[int, ShardWritten]] = field(default_factory=dict)  # by step, stage
+    # By step and stage, shards that are not here; None: others hold the stage, and write another.
+    _due: dict[int, dict[int, ShardWritten | None]] = field(default_factory=dict)
     # Steps, and why: parts of them may still be announced.
     _given_up: dict[int, str] = field(default_factory=dict)
     _current: int = OF_NO_STEP  # whose shards travel
-    _missing: set[int] = field(default_factory=set)  # its stages whose shards are not here
-    _have: dict[int, int] = field(default_factory=dict)  # bytes of its shards, by stage
+    _total: int = 0  # bytes of all its shards
+    _have: dict[int, int] = field(default_factory=dict)  # ... that are here, by stage
     _closed: bool = False
     _moved_at: float = 0.0
 
@@ -273,7 +273,9 @@ class ShardCollector:
         """A stage says that it has written its shard of a step."""
         step, size, most = written.step, written.shard.bytes, self.limits[stage]
         with self._changed:
-            self._announced.setdefault(step, {})[stage] = written
+            due = self._due.setdefault(step, {})
+            if step != self._current or stage in due:  # else it is here, of who held the stage
+                due[stage] = written
             if not 0 < size <= most:
                 reported = f"stage {stage} reported a shard of {size:,} bytes"
                 objection = f"{reported}, but its state takes at most {most:,}"
@@ -287,19 +289,18 @@ class ShardCollector:
         """The checkpoint of a step cannot be had: fetch none of its shards."""
         with self._changed:
             self._given_up.setdefault(step, reason)
-            for stage in sorted(self._announced.pop(step, {})):
-                if step != self._current or stage in self._missing:
-                    self.tell(Travelled(stage, step, reason))
+            due = self._due.pop(step, {})
+            for stage in sorted(stage for stage, written in due.items() if written):
+                self.tell(Travelled(stage, step, reason))
             if step == self._current:
-                self._current, self._missing = OF_NO_STEP, set()
+                self._current = OF_NO_STEP
             self._choose()
 
     def retract(self, stages: Collection[int]) -> None:
         """Others hold these stages now: what was not fetched, they write and announce again."""
         with self._changed:
-            for step, parts in self._announced.items():
-                for stage in stages if step != self._current else self._missing & {*stages}:
-                    parts.pop(stage, None)
+            for due in self._due.values():
+                due.update(dict.fromkeys(due.keys() & {*stages}))
 
     def forget(self) -> None:
         """The run is complete: nothing that has arrived of shards is of use any more."""
@@ -327,9 +328,10 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                announced = self._announced.get(self._current, {})
-                if waiting := self._missing & {*held()} & announced.keys():
-                    return min(waiting), announced[min(waiting)]
+                due = self._due.get(self._current, {})
+                for stage in sorted(held()):
+                    if written := due.get(stage):
+                        return stage, written
                 self._changed.wait()
             return None
 
@@ -357,23 +359,25 @@ class ShardCollector:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
             with self._changed:
-                is_due = step == self._current and stage in self._missing
-                if not is_due or self._announced[step].get(stage) is not written:
+                due = self._due.get(step, {})
+                if due.get(stage) is not written:
                     return  # of who held the stage before
-                self._missing.discard(stage)
+                del due[stage]
                 self.tell(Travelled(stage, step))
-                if not self._missing:
-                    self._announced.pop(step)
+                if not due:
+                    del self._due[step]
                     self._current = OF_NO_STEP
                     self._choose()
 
     def _choose(self) -> None:
         """If none is under way: the newest checkpoint of which all stages have written theirs."""
-        whole = [s for s, parts in self._announced.items() if len(parts) == len(self.limits)]
+        every = len(self.limits)
+        whole = [step for step, due in self._due.items() if sum(map(bool, due.values())) == every]
         if self._current == OF_NO_STEP and whole:
-            self._current, self._missing = max(whole), set(range(len(self.limits)))
-            self._have, self._moved_at = {}, time.monotonic()
-            for older in sorted(step for step in self._announced if step < self._current):
+            self._current, self._moved_at = max(whole), time.monotonic()
+            parts = filter(None, self._due[self._current].values())
+            self._have, self._total = {}, sum(part.shard.bytes for part in parts)
+            for older in sorted(step for step in self._due if step < self._current):
                 why = f"that of step {self._current} came due before it could be sent"
                 self.give_up(older, why)
         self._changed.notify_all()
@@ -385,9 +389,8 @@ class ShardCollector:
                 # The rest would keep the uplink from what is wanted now; the member dials again.
                 raise WireError(f"the checkpoint of step {step} is no longer waited for")
             self._have[stage] = done
-            total = sum(part.shard.bytes for part in self._announced[step].values())
             here = sum(self._have.values())
-        self.on_progress(here, total)
+        self.on_progress(here, self._total)
 
     def _watch(self) -> None:
         """Give a checkpoint up of which nothing has come for too long."""
@@ -395,8 +398,8 @@ class ShardCollector:
             while not self._closed:
                 self._changed.wait(min(1.0, self.patience / 4))
                 quiet = time.monotonic() - self._moved_at
-                if self._missing and quiet > self.patience:
-                    which = ", ".join(f"stage {stage}" for stage in sorted(self._missing))
+                if (due := self._due.get(self._current)) and quiet > self.patience:
+                    which = ", ".join(f"stage {stage}" for stage in sorted(due))
                     reason = f"nothing of the shard of {which} has come for {quiet:.0f} s"
                     self.give_up(self._current, reason)
 
@@ -584,9 +587,8 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
             raise ValueError("it names a file twice")
     except ValueError as error:
-        raise CheckpointError(
-            f"the host's manifest cannot be used: {printable(str(error), 200)}"
-        ) from None
+        why = printable(str(error), 200)
+        raise CheckpointError(f"the host's manifest cannot be used: {why}") from None
     if unknown := named - set(plugins):
         names = ", ".join(sorted(printable(name, 80) for name in unknown))
         raise CheckpointError(

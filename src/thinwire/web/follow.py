@@ -184,9 +184,8 @@ def watch(folders: list[Path], listen: str) -> None:
     """Serve the page of these runs until Ctrl-C."""
     for folder in folders:
         if not any((folder / name).exists() for name in (FILE_NAME, "config.toml", ".lock")):
-            raise ConfigError(
-                f"{folder} holds no run: name the folder of one, which has a {FILE_NAME}"
-            )
+            which = f"name the folder of one, which has a {FILE_NAME}"
+            raise ConfigError(f"{folder} holds no run: {which}")
     place = listen or f"{USUAL_HOST}:{USUAL_PORT}"
     server = WebServer(lambda: _make_page(folders), place, takes_next_port=not listen)
     with server, contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):

@@ -185,11 +185,9 @@ def _refusal(request: "Request", is_welcome: bool, is_private: bool) -> str:
 
 
 def _listening(host: str, port: int, takes_any: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, both = socket.AF_INET6 if ":" in host else socket.AF_INET, host == "::"
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
-        )
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         if is_taken and takes_any:
