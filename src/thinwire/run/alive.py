@@ -23,12 +23,12 @@ from typing import Any
 
 import msgspec
 
-from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ConfigError, NotAliveError, ThinwireError, WireError, printable
 from thinwire.folders import is_claimed
 from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
+from thinwire.run.checkpoints import last_checkpoint
 from thinwire.run.protocol import StatusReport
 from thinwire.settings import RunConfig, load_settings
 
@@ -229,20 +229,14 @@ def _report(folder: Path) -> StatusReport:
     """What a run says of itself; of a local one, what it has written."""
     if is_alive(folder):
         return ask_status(folder)
-    step, now = last_step(folder), time.time()
+    step, now, name = last_step(folder), time.time(), folder.resolve().name
     notes = ["this is what the run has written so far; its page, thinwire watch, shows more"]
     if step is not None:
         written = (folder / FILE_NAME).stat().st_mtime
         notes.insert(0, f"its last line was written {duration(now - written)} ago")
-    return StatusReport(
-        run=folder.resolve().name,
-        run_id="",
-        role="folder",
-        state="training" if step else "starting",
-        time=now,
-        last_checkpoint=max(map(step_of, list_checkpoints(folder)), default=None),
-        notes=notes,
-    ).after(step)
+    last, state = last_checkpoint(folder), "training" if step else "starting"
+    report = StatusReport(name, "", "folder", state, now, last_checkpoint=last, notes=notes)
+    return report.after(step)
 
 
 def _not_alive(places: list[Path]) -> NotAliveError:

@@ -279,6 +279,11 @@ class Checkpoints:
             self.display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
 
 
+def last_checkpoint(run_folder: Path) -> int | None:
+    """The step of the newest checkpoint of a run."""
+    return max(map(step_of, list_checkpoints(run_folder)), default=None)
+
+
 def facts_of(
     settings: Settings, data: Corpus, versions: Versions, codec_memory: dict[str, Any]
 ) -> dict[str, Any]:

@@ -75,14 +75,9 @@ class _Timings:
         total, sums = sum(self.seconds) or math.nan, self._sums[stage]
         compute = (sums["forward"] + sums["backward"]) / total * microbatches
         update, wait = sums["update"] / total, sums["wait"] / total
-        return {
-            "stage": stage,
-            "compute": compute,
-            "update": update,
-            "wait": wait,
-            "wait_for": {reason: sums[reason] / total for reason in WAITS},
-            "other": max(0.0, 1 - compute - update - wait),
-        }
+        parts = {"stage": stage, "compute": compute, "update": update, "wait": wait}
+        waits = {reason: sums[reason] / total for reason in WAITS}
+        return {**parts, "wait_for": waits, "other": max(0.0, 1 - compute - update - wait)}
 
     def typical(self) -> list[Step]:
         """Of the last few steps the one nearest to the median duration of all."""
@@ -241,25 +236,17 @@ class Ledger:
             for lane, label, start, end in report.spans
             if label != "norm"
         ]
-        return Timeline(
-            run=self.settings.run.name,
-            step=chosen[0].step + 1,
-            seconds=_step_seconds(chosen),
-            stages=self._stage_records(chosen),
-            spans=spans,
-        )
+        which = self.settings.run.name, chosen[0].step + 1
+        return Timeline(*which, _step_seconds(chosen), self._stage_records(chosen), spans)
 
     def progress(self) -> RunProgress:
         """How the run works at the moment; there must have been a step."""
+        median, measured = statistics.median(self._timed.seconds), (self._cuts(), self._costs())
+        return RunProgress(median, self.typical_step(), self._shares(), *measured, self._network)
+
+    def _shares(self) -> list[dict[str, Any]]:
         microbatches = self.settings.pipeline.microbatches
-        return RunProgress(
-            statistics.median(self._timed.seconds),
-            self.typical_step(),
-            [self._timed.shares(stage, microbatches) for stage in self._stages],
-            self._cuts(),
-            self._costs(),
-            self._network,
-        )
+        return [self._timed.shares(stage, microbatches) for stage in self._stages]
 
     @property
     def _which(self) -> str:
@@ -285,7 +272,8 @@ class Ledger:
         """
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
-        shares = [timed.shares(stage, settings.pipeline.microbatches) for stage in self._stages]
+        counted = {"steps": len(seconds), "tokens_per_step": per_step}
+        shares = self._shares()
         computed = [share["compute"] + share["update"] for share in shares]
         cuts, busiest = self._cuts(), _busiest(self._uplinks_busy())
         dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
@@ -321,12 +309,7 @@ class Ledger:
             "tokens": self.done * per_step,
             # tokens per second of the steps that count, and which these are: they divide
             "tokens_per_s": per_step * len(seconds) / sum(seconds) if seconds else None,
-            "timed": {
-                "steps": len(seconds),
-                "tokens_per_step": per_step,
-                "seconds": sum(seconds),
-                "which": self._which,
-            },
+            "timed": {**counted, "seconds": sum(seconds), "which": self._which},
             "step_seconds_median": statistics.median(seconds) if seconds else None,
             "seconds": {**parts, "other": max(0.0, total_seconds - sum(parts.values()))},
             # as the simulator plays it with the measured costs
@@ -392,18 +375,12 @@ class Ledger:
         )
 
     def _stage_records(self, reports: list[Step]) -> list[StageRecord]:
-        microbatches = self.settings.pipeline.microbatches
-        return [
-            StageRecord(
-                stage,
-                ready.layers,
-                (report.costs.forward + report.costs.backward) * microbatches,
-                report.wait,
-                report.costs.update,
-                ready.device,
-            )
-            for stage, (ready, report) in enumerate(zip(self._ready, reports, strict=True))
-        ]
+        records, microbatches = [], self.settings.pipeline.microbatches
+        for stage, (ready, report) in enumerate(zip(self._ready, reports, strict=True)):
+            costs = report.costs
+            seconds = (costs.forward + costs.backward) * microbatches, report.wait, costs.update
+            records.append(StageRecord(stage, ready.layers, *seconds, ready.device))
+        return records
 
     @property
     def _is_finished(self) -> bool:

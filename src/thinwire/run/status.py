@@ -19,7 +19,6 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.engine.reports import Audited, Step
 from thinwire.errors import ConfigError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
@@ -28,6 +27,7 @@ from thinwire.report.table import number_columns, plain_table
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.alive import Handler
+from thinwire.run.checkpoints import last_checkpoint
 from thinwire.run.formation import Formation
 from thinwire.run.members import Member, Members, one_line
 from thinwire.run.record import read_progress
@@ -231,12 +231,8 @@ class HostConsole:
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
-        return {
-            "status": lambda request: self._report(),
-            "kick": self._kick,
-            "invite": self._make_invite,
-            "outside": self._outside,
-        }
+        asked = {"kick": self._kick, "invite": self._make_invite, "outside": self._outside}
+        return {"status": lambda request: self._report(), **asked}
 
     def tell_members(self, is_over: Callable[[float], bool]) -> None:
         """Have members know what the host's page shows, again and again until it `is_over`."""
@@ -263,7 +259,7 @@ class HostConsole:
             waiting_for = waiting_for.partition(" (")[0][:MOST_WORDS]
         else:
             peers += [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
-        last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
+        last = last_checkpoint(settings.run.folder)
         return cut(report, waiting_for=waiting_for, last_checkpoint=last, peers=peers)
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
@@ -280,20 +276,12 @@ class HostConsole:
             doings = dict.fromkeys(what or "starting" for what in doing)
             heard, state = max(heard, *words), "; ".join(doings)
         if member.hello is not None:
-            machine = dataclasses.replace(
-                member.hello.machine,
-                name=member.name,
-                device=one_line(member.hello.machine.device, 60),
-                reachable=member.is_reachable,
-            )
-        return msg.PeerStatus(
-            name=member.name,
-            state="away" if machine is None else UNREACHED if member.is_down else state,
-            stages=stages,
-            blocks=blocks_text(settings, stages),
-            last_word=heard,
-            machine=machine,
-        )
+            machine, name = member.hello.machine, member.name
+            device, is_open = one_line(machine.device, 60), member.is_reachable
+            machine = dataclasses.replace(machine, name=name, device=device, reachable=is_open)
+        state = "away" if machine is None else UNREACHED if member.is_down else state
+        blocks = blocks_text(settings, stages)
+        return msg.PeerStatus(member.name, state, stages, blocks, heard, machine=machine)
 
     def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
         name = str(request.get("peer"))

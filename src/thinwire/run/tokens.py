@@ -16,7 +16,7 @@ import math
 import struct
 import threading
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
@@ -103,14 +103,9 @@ class TokenServer:
         self._type = data.train.dtype
         self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
         self._is_masked = source.learned_count((0, 0)) is not None
-        facts = CorpusFacts(
-            source.fingerprint,
-            source.example_count,
-            source.validation_count,
-            *source.validation_text,
-            self._type.itemsize,  # type: ignore[arg-type]
-            self._is_masked,
-        )
+        sizes = source.example_count, source.validation_count, *source.validation_text
+        known: Any = source.fingerprint, *sizes, self._type.itemsize, self._is_masked
+        facts = CorpusFacts(*known)
         said = {"config_hash": settings.hash}
         handshake(pipe, said | msgspec.structs.asdict(facts), said, _GREETING_S, self.meter)
         self.link = Link(pipe, self.meter, None, "token ids", 0)

@@ -33,10 +33,10 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import NotAliveError, ThinwireError
 from thinwire.report.metrics import EVENTS_FILE, FILE_NAME, Curves
 from thinwire.run.alive import ask, ask_status
+from thinwire.run.checkpoints import last_checkpoint
 from thinwire.run.formation import read_formation
 from thinwire.run.protocol import LinkStatus, PeerStatus, RunProgress, StatusReport
 from thinwire.run.record import PROGRESS_FILE, read_progress
@@ -94,15 +94,14 @@ def make_page(folders: Sequence[Path], is_own: bool = False) -> Starlette:
         except (ThinwireError, ValueError) as error:  # what msgspec raises is a ValueError
             return JSONResponse({"error": str(error)}, 400)
 
-    return Starlette(
-        routes=[
-            Route("/", page),
-            Mount("/static", StaticFiles(directory=STATIC)),
-            Route("/stream", stream),
-            Route("/invite/{run:int}", act, methods=["GET", "POST"]),
-            Route("/kick/{run:int}", act, methods=["POST"]),
-        ]
-    )
+    routes = [
+        Route("/", page),
+        Mount("/static", StaticFiles(directory=STATIC)),
+        Route("/stream", stream),
+        Route("/invite/{run:int}", act, methods=["GET", "POST"]),
+        Route("/kick/{run:int}", act, methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
 
 
 def _act(folder: Path, what: str, asked: _Action | None) -> dict[str, Any]:
@@ -278,16 +277,11 @@ class RunView:
         if network is not None:
             trip, cuts = 2e3 * network.latency_s, range(count - 1)
             links = [LinkStatus(cut, "", "", "emulated", round_trip_ms=trip) for cut in cuts]
-        return StatusReport(
-            run=settings.run.name if settings else self.folder.resolve().name,
-            run_id="",
-            role="folder",
-            state=self._word(heard),
-            time=heard,
-            last_checkpoint=max(map(step_of, list_checkpoints(self.folder)), default=None),
-            peers=[PeerStatus(name, "", stages) for name, stages in held.items()],
-            links=links,
-        )
+        name = settings.run.name if settings else self.folder.resolve().name
+        which = name, "", "folder", self._word(heard), heard
+        peers = [PeerStatus(name, "", stages) for name, stages in held.items()]
+        last = last_checkpoint(self.folder)
+        return StatusReport(*which, last_checkpoint=last, peers=peers, links=links)
 
     def _word(self, heard: float) -> str:
         about = [event.kind for event in self._events if event.kind in ("begin", "end")]
