@@ -123,10 +123,8 @@ def ask_status(folder: Path, timeout: float = 15.0) -> StatusReport:
     try:
         return msgspec.convert(ask(folder, {"ask": "status"}, timeout), StatusReport)
     except msgspec.ValidationError as error:
-        raise WireError(
-            f"the run gave its status in a form that this version does not know ({error}): use the "
-            "version that it was started with"
-        ) from None
+        what = f"the run gave its status in a form that this version does not know ({error})"
+        raise WireError(f"{what}: use the version that it was started with") from None
 
 
 def is_alive(folder: Path) -> bool:

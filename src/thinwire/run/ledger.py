@@ -112,11 +112,7 @@ class Ledger:
     """Collects the stages' reports step by step, over all epochs, and sums the run up."""
 
     def __init__(
-        self,
-        settings: Settings,
-        stages: Sequence[Ready],
-        first_step: int,
-        links: Links | None = None,
+        self, settings: Settings, stages: list[Ready], first_step: int, links: Links | None = None
     ):
         """`links`: as they were measured, 0 where they were not; None: as the settings emulate."""
         self.settings = settings
@@ -142,11 +138,7 @@ class Ledger:
         self.go_on(stages, first_step, links)
 
     def go_on(
-        self,
-        stages: Sequence[Ready],
-        first_step: int,
-        links: Links | None = None,
-        waited: float = 0.0,
+        self, stages: list[Ready], first_step: int, links: Links | None = None, waited: float = 0.0
     ) -> None:
         """The run is formed, perhaps again, and goes on from this step: later ones are void."""
         self._seconds["waiting"] += waited

@@ -112,10 +112,8 @@ def prepare_data(
         display.note(note)
     Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
     if resumed and (corpus := resumed.manifest["corpus"]) != data.fingerprint:
-        raise CheckpointError(
-            f"{resumed.folder} was trained on another corpus (fingerprint {corpus}, now "
-            f"{data.fingerprint}): resume with the same data"
-        )
+        other = f"another corpus (fingerprint {corpus}, now {data.fingerprint})"
+        raise CheckpointError(f"{resumed.folder} was trained on {other}: resume with the same data")
     return data
 
 
@@ -174,10 +172,8 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
             f"checkpoint: {changed}): the weights depend on them. {way}"
         )
     if checkpoint.step >= settings.train.steps:
-        raise ConfigError(
-            f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
-            f"(now {settings.train.steps}) to continue"
-        )
+        done, most = f"{checkpoint.folder} has done {checkpoint.step} steps", settings.train.steps
+        raise ConfigError(f"{done} already: raise train.steps (now {most}) to continue")
 
 
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
@@ -220,18 +216,15 @@ def open_origin(
         return None
     place = expanded(settings.train.init_from, "train.init_from")
     if (place / "config.json").is_file():
-        raise CheckpointError(
-            f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
-            f"`thinwire import {place} --to models/NAME`"
-        )
+        way = f"make a checkpoint of it first, `thinwire import {place} --to models/NAME`"
+        raise CheckpointError(f"train.init_from = {place} is a Hugging Face folder: {way}")
     origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     _refuse_other_model(origin, settings)
     _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
-        raise ConfigError(
-            f"{origin.folder} cannot become a model with boundary.mode = "
-            f'"{settings.boundary.mode}": {why}. Use dense or projected'
-        )
+        mode = f'boundary.mode = "{settings.boundary.mode}"'
+        what = f"{origin.folder} cannot become a model with {mode}"
+        raise ConfigError(f"{what}: {why}. Use dense or projected")
     for note in notes + _notes(origin, adopted(settings, origin.settings)):
         display.note(note)
     if origin.tokenizer is not None and not settings.data.tokenizer:
@@ -313,26 +306,22 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
         if key not in FREE and value != now[key] and not (key == "vocab" and value < now[key])
     ]
     if differing:
-        raise ConfigError(
-            f"the model of {origin.folder} has another shape: {', '.join(differing)}. Set these "
-            "keys as it has them; model.vocab may only grow"
-        )
+        shape = f"the model of {origin.folder} has another shape: {', '.join(differing)}"
+        raise ConfigError(f"{shape}. Set these keys as it has them; model.vocab may only grow")
 
 
 def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
     """Ids must stand for the same text, else trained weights mean nothing."""
-    asked = settings.data.tokenizer
-    if origin.tokenizer is None:
-        if not asked and settings.data.source != "tokens":
-            raise DataError(
-                f"{origin.folder} holds no tokenizer, so text cannot be given the ids that its "
-                "weights know: set data.tokenizer to the one that its token ids were made with"
-            )
-        return
-    if asked and not Tokenizer.load(asked).has_vocabulary_of(Tokenizer.load(origin.tokenizer)):
+    asked, own = settings.data.tokenizer, origin.tokenizer
+    if own is None and not asked and settings.data.source != "tokens":
         raise DataError(
-            f"data.tokenizer = {asked} has another vocabulary than {origin.tokenizer}, which the "
-            "weights were trained with: leave data.tokenizer empty to use that one"
+            f"{origin.folder} holds no tokenizer, so text cannot be given the ids that its weights "
+            "know: set data.tokenizer to the one that its token ids were made with"
+        )
+    if asked and own and not Tokenizer.load(asked).has_vocabulary_of(Tokenizer.load(own)):
+        raise DataError(
+            f"data.tokenizer = {asked} has another vocabulary than {own}, which the weights were "
+            "trained with: leave data.tokenizer empty to use that one"
         )
 
 
@@ -340,10 +329,8 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     saved, notes = origin.settings, []
     if settings.model.vocab > saved.model.vocab:
         stay = ", and stay so: lora.rank = 0 would train them" if settings.lora.rank else ""
-        notes.append(
-            f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}: the rows of "
-            f"new tokens start anew{stay}"
-        )
+        grows = f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}"
+        notes.append(f"{grows}: the rows of new tokens start anew{stay}")
     if settings.model.context > saved.model.context:
         notes.append(
             f"model.context = {settings.model.context} is longer than the {saved.model.context} "
@@ -352,10 +339,9 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     before, now = (projected_cuts(s).values() for s in (saved, settings))
     if gone := {*before} - {*now}:
         blocks = ", ".join(str(block) for block, _ in sorted(gone))
-        notes.append(
-            f"{origin.folder} was trained with projected cuts, which this run has no more before "
-            f"block {blocks}: its loss starts higher than it ended"
-        )
+        gone_cuts = f"projected cuts, which this run has no more before block {blocks}"
+        higher = "its loss starts higher than it ended"
+        notes.append(f"{origin.folder} was trained with {gone_cuts}: {higher}")
     if {*now} - {*before}:
         notes.append(
             f"the cuts of this run are new to {origin.folder}, and their random basis drops most "

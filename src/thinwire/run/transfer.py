@@ -570,10 +570,8 @@ def fetch_seat(
         put_in_place(partial, final)
         return Checkpoint.open(final).folder
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
-            "another folder"
-        ) from error
+        lost = f"the checkpoint cannot be kept in {run_folder}: {error}"
+        raise CheckpointError(f"{lost}. Free some space, or choose another folder") from error
     finally:
         pipe.close()
 
@@ -591,10 +589,8 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
         raise CheckpointError(f"the host's manifest cannot be used: {why}") from None
     if unknown := named - set(plugins):
         names = ", ".join(sorted(printable(name, 80) for name in unknown))
-        raise CheckpointError(
-            f"the host's checkpoint names plugins, which are code: {names}. If you trust them, "
-            "join with --allow-plugin NAME for each"
-        )
+        code = f"the host's checkpoint names plugins, which are code: {names}"
+        raise CheckpointError(f"{code}. If you trust them, join with --allow-plugin NAME for each")
     return checked.shards
 
 
