@@ -156,9 +156,7 @@ def run_to_end(
     role: str = "train",
     sample: str = "",
 ) -> dict[str, Any]:
-    """Run with a display and a page around it; what ends it early carries the words by which it
-    goes on.
-    """
+    """Run with a display and a page around it; what ends it early says how it goes on."""
     from thinwire.report import open_display, print_summary
     from thinwire.web.follow import Followed
 

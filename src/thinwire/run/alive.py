@@ -183,9 +183,7 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
 
 
 def folder_to_ask(given: Path | None, is_host: bool) -> Path:
-    """The one folder in which this machine hosts a run, or else is a peer of one; NotAliveError
-    says why there is none.
-    """
+    """The one folder in which this machine hosts a run, or else is a peer; or NotAliveError."""
     given = _named(given)
     place, other = (_RUNS, peers_folder()) if is_host else (peers_folder(), _RUNS)
     found = _at_work(given, place)
@@ -216,9 +214,7 @@ def _named(given: Path | None) -> Path | None:
 
 
 def _at_work(given: Path | None, *places: Path) -> list[Path]:
-    """Folders in which a process is at work, whether or not it answers: the one that was named, or
-    those in these places.
-    """
+    """Of the folder that was named, or all in these places, those in which a process is at work."""
     found = [given] if given else [path for place in places for path in sorted(place.glob("*/"))]
     return [folder for folder in found if is_alive(folder) or is_claimed(folder)]
 

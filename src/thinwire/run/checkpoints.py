@@ -134,9 +134,7 @@ def is_proven(checkpoint: Path) -> bool:
 def open_newest(
     place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to continue from, opened and verified, and notes: the one that is named, or of
-    a run the newest that is known to be good and opens.
-    """
+    """The checkpoint that is named, or of a run the newest that is good and opens; and notes."""
     found = [] if (place / MANIFEST).is_file() else list_checkpoints_at(place)
     good = [path for path in found if is_proven(path)]
     candidates, notes = [*reversed(good or found)] or [place], []

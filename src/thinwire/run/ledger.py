@@ -259,9 +259,7 @@ class Ledger:
         start_seconds: float = 0.0,
         earlier: Sequence[EvaluationRecord] = (),
     ) -> dict[str, Any]:
-        """What summary.json says of the run, of which `start_seconds` passed before the stages
-        began, and `earlier` validations before its first step.
-        """
+        """What summary.json says of the run; `earlier` validations were before its first step."""
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
         counted = {"steps": len(seconds), "tokens_per_step": per_step}

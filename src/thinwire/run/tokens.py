@@ -85,13 +85,11 @@ def _place(frame: Frame) -> At | None:
 
 
 class TokenIds(NamedTuple):
-    """What has come of a microbatch; where not all targets are learned, which are, and how many in
-    its step.
-    """
+    """What has come of a microbatch; where not all targets are learned, also which and how many."""
 
     ids_BW: np.ndarray
     learned_BT: np.ndarray | None
-    learned_count: int | None
+    learned_count: int | None  # in its step
 
 
 class TokenServer:

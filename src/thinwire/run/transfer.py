@@ -453,8 +453,8 @@ class ShardSender:
 
 @dataclass
 class SeatServer:
-    """On the host: says which files each stage needs of a checkpoint, and sends them. Where the run
-    goes on meanwhile it may be removed: then `on_gone` is called, and the connection ends.
+    """On the host: says which files each stage needs of a checkpoint, and sends them. Once a run
+    that goes on has removed it, `on_gone` is called, and the connection ends.
     """
 
     checkpoint: Checkpoint
@@ -595,9 +595,7 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
 
 
 def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
-    """Remove other parts, use what this machine has written or fetched before, and refuse what
-    then takes more than half of what is free.
-    """
+    """Use what is here already; refuse what then takes more than half of what is free."""
     partial.mkdir(parents=True, exist_ok=True)
     for path in {*partial.iterdir()} - parts.keys():
         path.unlink()

@@ -38,7 +38,6 @@ class _Kept(msgspec.Struct):
 
 class Followed(Display):
     """Shows a run on a terminal, keeps what happens in its folder, and serves the page of it.
-
     `listen`: an address, "" for the usual one, "off" for no page. `role`: "train", "host", "join".
     `prompt`: what the model continues at each checkpoint; "" for nothing.
     """
@@ -123,10 +122,8 @@ def _make_page(folders: list[Path], is_own: bool = False) -> "ASGIApp":
 
 
 class Sampler:
-    """Tells what the newest checkpoint writes, one text at a time: always behind the same words.
-
-    The weights are whole in a checkpoint alone. So another process reads that, at the lowest
-    priority and on one core, and ends with the run.
+    """Tells what the newest checkpoint writes behind the same words, one text at a time. Another
+    process reads it, at the lowest priority and on one core, and ends with the run.
     """
 
     def __init__(self, prompt: str, folder: Path, tell: Callable[[str, str], None]):

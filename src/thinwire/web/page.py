@@ -157,9 +157,7 @@ class Tail:
         self._place, self._before = 0, b""
 
     def read(self) -> tuple[bool, Iterator[bytes]]:
-        """Whether the file is another one than before or was cut, and the lines that were added:
-        then all.
-        """
+        """Whether the file is another one or was cut, and the lines that were added: then all."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -182,9 +180,7 @@ class Tail:
 
 
 class RunView:
-    """What is known of one run, by its folder; `refresh` looks again, on threads of the server, one
-    at a time. `is_own`: this process runs it.
-    """
+    """What is known of one run, by its folder. `is_own`: this process runs it."""
 
     def __init__(self, folder: Path, is_own: bool = False):
         self.folder, self.is_own = folder, is_own
@@ -203,7 +199,7 @@ class RunView:
         return time.monotonic() - self._looked >= REFRESH_SECONDS
 
     def refresh(self) -> None:
-        """Look at the folder, unless that was just done."""
+        """Look at the folder, unless that was just done; on any thread of the server."""
         with self._lock:
             if not self.is_stale:
                 return

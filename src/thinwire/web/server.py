@@ -37,11 +37,10 @@ _HEADERS = {
 
 
 class WebServer:
-    """Serves what `make_app` makes on the server's thread, from `start` to `close`.
-
-    `listen`: HOST:PORT, port 0 for any free one; with `takes_next_port` the next free one, where
-    that is in use. `token`: what requests outside loopback have to show if it `needs_token`; ""
-    draws one. `patience`: seconds for answers under way to end in when it is closed.
+    """Serves what `make_app` makes on the server's thread, from `start` to `close`. `listen`:
+    HOST:PORT, port 0 for any free one; with `takes_next_port` the next one, where it is in use.
+    `token`: what requests outside loopback have to show if it `needs_token`; "" draws one.
+    `patience`: seconds for answers under way to end in when it is closed.
     """
 
     def __init__(
