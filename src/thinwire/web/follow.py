@@ -157,17 +157,18 @@ class Sampler:
                 shutil.rmtree(kept, ignore_errors=True)
 
     def _write(self, checkpoint: Path, step: int) -> None:
-        words = ["generate", str(checkpoint), "--prompt", self._prompt, "--tokens", str(TOKENS)]
+        command = [sys.executable, "-P", "-m", "thinwire.cli", "generate", str(checkpoint)]
+        command += ["--prompt", self._prompt, "--tokens", str(TOKENS)]
+        env, none, pipe = (
+            {**os.environ, "OMP_NUM_THREADS": "1"},
+            subprocess.DEVNULL,
+            subprocess.PIPE,
+        )
         with self._lock:
             if self._is_over:
                 return
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "thinwire.cli", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=env
             )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         text, errors = self._process.communicate()
