@@ -339,9 +339,6 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
     """Rename checkpoints after `step`, where a run continues: they would look like its newest."""
-    moved = []
-    for path in list_checkpoints(run_folder):
-        if step_of(path) > step:
-            aside = path.with_name(next_free_name(path.parent, f"abandoned-{path.name}"))
-            moved.append(path.rename(aside))
-    return moved
+    later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
+    names = [next_free_name(path.parent, f"abandoned-{path.name}") for path in later]
+    return [path.rename(path.with_name(name)) for path, name in zip(later, names, strict=True)]

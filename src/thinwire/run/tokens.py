@@ -213,8 +213,8 @@ class FetchedCorpus(TokenSource):
                         self.link.send(_request(ahead, self._columns))
                     except WireError as error:
                         self._failure = self._failure or error
-            self._changed.wait_for(lambda: self._failure or self._ids[at] is not None)
-            if (found := self._ids[at]) is None:
+            self._changed.wait_for(lambda: self._failure or self._ids.get(at))
+            if (found := self._ids.get(at)) is None:
                 which = f"validation batch {at}"
                 if isinstance(at, tuple):
                     which = f"microbatch {at[1]} of step {at[0] + 1}"

@@ -159,16 +159,13 @@ class Sampler:
     def _write(self, checkpoint: Path, step: int) -> None:
         command = [sys.executable, "-P", "-m", "thinwire.cli", "generate", str(checkpoint)]
         command += ["--prompt", self._prompt, "--tokens", str(TOKENS)]
-        env, none, pipe = (
-            {**os.environ, "OMP_NUM_THREADS": "1"},
-            subprocess.DEVNULL,
-            subprocess.PIPE,
-        )
+        none, pipe = subprocess.DEVNULL, subprocess.PIPE
+        one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._lock:
             if self._is_over:
                 return
             self._process = subprocess.Popen(
-                command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=env
+                command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=one_core
             )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         text, errors = self._process.communicate()
