@@ -43,6 +43,7 @@ from thinwire.report import Display
 from thinwire.settings import Settings
 
 PROVEN = "proven.json"
+UNTRAINED = Versions(0, 0)
 ORIGIN = "origin"  # what a manifest says of the weights that its run started from
 
 
@@ -185,7 +186,7 @@ class Checkpoints:
         """Make a checkpoint of the parts of all stages."""
         shards = [part.shard for part in parts]
         memory = {cut: legs for part in parts for cut, legs in part.agreements.items()}
-        facts = facts_of(self.settings, self.data, parts[0].versions, memory)
+        facts = facts_of(self.settings, self.data, memory, parts[0].versions)
         facts |= origin_in(self.resumed)
         written_with = self.data.tokenizer(), self.data.template()
         try:
@@ -283,11 +284,11 @@ def last_checkpoint(run_folder: Path) -> int | None:
 
 
 def facts_of(
-    settings: Settings, data: Corpus, versions: Versions, codec_memory: dict[str, Any]
+    settings: Settings, data: Corpus, memory: dict[str, Any], versions: Versions = UNTRAINED
 ) -> dict[str, Any]:
     """What a manifest says of the run that a checkpoint is of."""
     plain = {"settings": settings.to_plain(), "config_hash": settings.hash}
-    return {**plain, "corpus": data.fingerprint, "codec_memory": codec_memory, **vars(versions)}
+    return {**plain, "corpus": data.fingerprint, "codec_memory": memory, **vars(versions)}
 
 
 def commit(

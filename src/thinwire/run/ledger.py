@@ -14,14 +14,7 @@ import numpy as np
 
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report import (
-    EvaluationRecord,
-    LinkRecord,
-    StageRecord,
-    StepRecord,
-    Timeline,
-    TraceSpan,
-)
+from thinwire.report import LinkRecord, StageRecord, StepRecord, Timeline, TraceSpan
 from thinwire.run.checkpoints import begin_proof
 from thinwire.run.conduct import first_not_finite
 from thinwire.run.events import Exploded, Recovered
@@ -257,9 +250,9 @@ class Ledger:
         self,
         total_seconds: float,
         start_seconds: float = 0.0,
-        earlier: Sequence[EvaluationRecord] = (),
+        earlier: Sequence[tuple[int, float]] = (),
     ) -> dict[str, Any]:
-        """What summary.json says of the run; `earlier` validations were before its first step."""
+        """What summary.json says of the run; `earlier`: steps and losses of earlier validations."""
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
         counted = {"steps": len(seconds), "tokens_per_step": per_step}
@@ -269,8 +262,7 @@ class Ledger:
         dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
         left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
         losses = [record.loss for record in self.records][-_LAST_LOSSES:]
-        before = [record for record in earlier if record.step < self.first_step]
-        validations = [(record.step, record.loss) for record in before]
+        validations = [(step, loss) for step, loss in earlier if step < self.first_step]
         validations += self._validations.items()
         final = {
             "final_train_loss": statistics.fmean(losses) if losses else None,

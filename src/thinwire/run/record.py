@@ -132,9 +132,9 @@ class RunRecord:
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()
-        latest, earlier = self.checkpoints.latest, list[EvaluationRecord]()
+        latest, earlier = self.checkpoints.latest, list[tuple[int, float]]()
         with contextlib.suppress(OSError):
-            earlier = read_evaluations(self.folder)
+            earlier = [(one.step, one.loss) for one in read_evaluations(self.folder)]
         logs = self.folder / "logs"  # absent where all stages are on other machines
         seconds = time.monotonic() - started
         summary = {

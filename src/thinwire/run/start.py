@@ -16,14 +16,7 @@ import torch
 from thinwire.data import Corpus, Tokenizer, prepare
 from thinwire.data.tokenizer import RESERVED
 from thinwire.engine.build import StageBuilder, choose_device, model_weights
-from thinwire.engine.checkpoint import (
-    SEAL,
-    Checkpoint,
-    Versions,
-    content_hash,
-    partial_folder,
-    write_shard,
-)
+from thinwire.engine.checkpoint import SEAL, Checkpoint, content_hash, partial_folder, write_shard
 from thinwire.engine.conversion import MOST_LOST, Transfer, projected_cuts, why_not_folded
 from thinwire.engine.cut import are_cuts_learned, check_memory
 from thinwire.engine.feed import Feed
@@ -284,7 +277,7 @@ def make_start(
         display.progress("start", index + 1, stages, "stages from earlier weights")
     seal = {SEAL: content_hash(origin.manifest)}
     source = {"path": str(origin.folder), "step": origin.step, **seal}
-    facts = facts_of(settings, data, Versions(0, 0), {}) | {ORIGIN: source}
+    facts = facts_of(settings, data, {}) | {ORIGIN: source}
     made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
         display.note(f"not in {origin.folder}, so they start anew: {', '.join(fresh)}")

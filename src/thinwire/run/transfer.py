@@ -27,7 +27,6 @@ from safetensors.torch import save_file
 
 from thinwire.engine.checkpoint import (
     MANIFEST,
-    SEAL,
     Checkpoint,
     Count,
     Facts,
@@ -40,14 +39,7 @@ from thinwire.engine.checkpoint import (
 )
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.state import names_for_stage
-from thinwire.errors import (
-    BreachError,
-    CheckpointError,
-    ConfigError,
-    ThinwireError,
-    WireError,
-    printable,
-)
+from thinwire.errors import BreachError, CheckpointError, ConfigError, WireError, printable
 from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import Travelled
 from thinwire.run.machine import free_disk
@@ -417,7 +409,7 @@ class ShardSender:
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
         while not self._closed.is_set():
-            with contextlib.suppress(ThinwireError):
+            with contextlib.suppress(WireError):
                 self.serve(connect())
             self._closed.wait(REDIAL_S)
 
@@ -508,7 +500,7 @@ class SeatServer:
                     self._seats[stages] = dict(self._files(stages[0], set().union(*needed)))
         except (CheckpointError, OSError, safetensors.SafetensorError) as error:
             return Refusal(f"the host cannot read its checkpoint: {error}")
-        left_out = ("tokenizer_sha256", "template_sha256", SEAL)
+        left_out = ("tokenizer_sha256", "template_sha256")
         kept = {k: v for k, v in self.checkpoint.manifest.items() if k not in left_out}
         kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
         return SeatFiles(sealed(kept))
