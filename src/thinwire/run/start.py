@@ -6,9 +6,9 @@ stage (`make_start`), from which it is resumed. Steps, data order, moments and c
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -97,7 +97,7 @@ def prepare_data(
         own = Tokenizer.load(weights.tokenizer)
         is_older = any(own.id_of(token) is None for token in RESERVED)  # today's would be another
         if settings.train.init_from or is_older:
-            config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
+            config = replace(config, tokenizer=str(weights.tokenizer))
     told = functools.partial(display.progress, unit="B")
     data = prepare(config, settings.model.vocab, cache_folder(), told)
     display.phase("data", data.summary())
@@ -233,21 +233,19 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
     model, boundary, pipeline = settings.model, settings.boundary, settings.pipeline
     train = settings.train
     if not train.init_from:
-        train = dataclasses.replace(train, init_from=saved.train.init_from)
+        train = replace(train, init_from=saved.train.init_from)
     if train.init_from:
-        model = dataclasses.replace(model, embed_std=saved.model.embed_std)
+        model = replace(model, embed_std=saved.model.embed_std)
         are_constrained = boundary.is_constrained and saved.boundary.is_constrained
         if are_constrained or boundary.mode == saved.boundary.mode:
-            boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
+            boundary = replace(boundary, basis_seed=saved.boundary.basis_seed)
     now, then = (
         (s.model.layers, s.pipeline.stages, s.boundary.mode, s.boundary.free_layers)
         for s in (settings, saved)
     )
     if not pipeline.split and now == then and all(map(are_cuts_learned, (settings, saved))):
-        pipeline = dataclasses.replace(pipeline, split=saved.pipeline.split)
-    return dataclasses.replace(
-        settings, model=model, boundary=boundary, pipeline=pipeline, train=train
-    )
+        pipeline = replace(pipeline, split=saved.pipeline.split)
+    return replace(settings, model=model, boundary=boundary, pipeline=pipeline, train=train)
 
 
 def keys_for(place: str) -> list[str]:
@@ -263,7 +261,7 @@ def make_start(
     origin: Checkpoint, settings: Settings, folder: Path, data: Corpus, display: Display
 ) -> Checkpoint:
     """The checkpoint of step 0 of a new run, with the weights of its origin, stage by stage."""
-    eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
+    eager = replace(settings, run=replace(settings.run, compile=False))
     builder = StageBuilder(eager, torch.device("cpu"))
     transfer = Transfer(origin, settings)
     transfer.take_space(builder.space)

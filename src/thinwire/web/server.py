@@ -58,15 +58,11 @@ class WebServer:
         host, self.port = self._socket.getsockname()[:2]
         self.is_private = is_loopback(host)
         self.address = f"http://{outside_address(host, self.port)}/"
+        self.address_with_token = f"{self.address}?token={self.token}"  # may do everything
         self._wake, self._woken = socket.socketpair()
         self._server: uvicorn.Server | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._serve, name="thinwire web", daemon=True)
-
-    @property
-    def address_with_token(self) -> str:
-        """What its owner opens: the address that may do everything."""
-        return f"{self.address}?token={self.token}"
 
     def start(self) -> "WebServer":
         """Answer from now on."""
