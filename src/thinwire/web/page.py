@@ -48,7 +48,6 @@ from thinwire.web.server import has_token
 
 STATIC = Path(__file__).parent / "static"
 TICK_SECONDS = 1.0
-KEEPALIVE_TICKS = 15  # without news, before a stream shows that it is there
 MOST_EVENTS = 500
 REFRESH_SECONDS = 0.9  # between two looks at the folder
 STATUS_SECONDS = 2.0  # for a host to say how it stands
@@ -123,19 +122,14 @@ async def _events(views: Sequence["RunView"], is_owner: bool) -> AsyncIterator[b
     seen: list[dict[str, bytes]] = [{} for _ in views]
     hello = {"runs": len(views), "owner": is_owner, "now": time.time()}
     yield _event("hello", 0, msgspec.json.encode(hello))
-    quiet = 0
     while True:
-        quiet += 1
         for number, view in enumerate(views):
             if view.is_stale:
                 await asyncio.to_thread(view.refresh)
             for name, body in [*view.sections.items()]:  # a thread may add one
                 if seen[number].get(name) is not body:
-                    seen[number][name], quiet = body, 0
+                    seen[number][name] = body
                     yield _event(name, number, body)
-        if quiet >= KEEPALIVE_TICKS:
-            quiet = 0
-            yield b": still here\n\n"
         await asyncio.sleep(TICK_SECONDS)
 
 
