@@ -25,34 +25,22 @@ def add_host_commands(add: AddCommand) -> None:
     sub = add("host", host_command, about)
     add_config(sub)
     add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
-    about = (
-        "address by which others find this machine, for the invite; without a port, the one that "
-        "it listens on; may be repeated"
-    )
+    about = "address of this machine for the invite (port: that of --listen); may be repeated"
     sub.add_argument("--address", action="append", default=[], metavar="HOST[:PORT]", help=about)
     about = "the line that `relay` printed"
     sub.add_argument("--relay", default="", metavar="HOST:PORT/PASS", help=about)
     about = "stages that this machine holds itself (default: 0)"
     sub.add_argument("--stages-here", type=number(int, 0), default=0, metavar="N", help=about)
-    about = (
-        "train with so many machines or more, each with one stage or several (default: one for "
-        "each stage)"
-    )
+    about = "train with so many machines or more, also with several stages each (default: one each)"
     sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
     about = "continue a run that `train` began; one that was hosted goes on without this"
     sub.add_argument("--resume", action="store_true", help=about)
     add_init_from(sub)
     about = "hours after which the invite admits nobody new (default: 24)"
     sub.add_argument("--invite-hours", type=number(float, above=0), default=24.0, help=about)
-    about = (
-        "most that passes this host between peers that cannot reach each other, in all (default: "
-        "200 for each link)"
-    )
+    about = "most that passes this host between peers, in all (default: 200 for each link)"
     sub.add_argument("--mbps", type=number(float, 0), default=0.0, help=about)
-    about = (
-        "machines that the invite lets in (default: one for each stage that is not here, and two "
-        "spares)"
-    )
+    about = "machines that the invite lets in (default: one for each stage of others, and 2 spares)"
     sub.add_argument("--machines", type=number(int, 1), default=0, metavar="N", help=about)
     add_web(sub, samples=True)
 
@@ -82,9 +70,7 @@ def add_host_commands(add: AddCommand) -> None:
     about = "where to serve it (default: 127.0.0.1:4618, or the next port that is free)"
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
 
-    about = (
-        "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
-    )
+    about = "folder of the run, or on a peer that of `join --folder` (default: what is found)"
     sub = add("status", status_command, "show how a run stands that is under way on this machine")
     sub.add_argument("folder", type=Path, nargs="?", help=about)
     sub.add_argument("--json", action="store_true", help="print JSON")
