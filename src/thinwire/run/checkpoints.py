@@ -313,10 +313,9 @@ def commit(
         write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
         replace_folder(partial, final)
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be completed in {partial}: {error}. "
-            "Earlier checkpoints are untouched; free some space or choose another run.out"
-        ) from error
+        lost = f"the checkpoint of step {step} cannot be completed in {partial}: {error}"
+        way = "Earlier checkpoints are untouched; free some space or choose another run.out"
+        raise CheckpointError(f"{lost}. {way}") from error
     return final
 
 

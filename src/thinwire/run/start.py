@@ -160,10 +160,9 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
     if changed:
         is_same_model = not any(place.startswith("model.") for place in changed)
         way = _anew(checkpoint) if is_same_model else "Start a new run instead"
-        raise ConfigError(
-            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
-            f"checkpoint: {changed}): the weights depend on them. {way}"
-        )
+        values = f"other values of {', '.join(changed)} (in the checkpoint: {changed})"
+        what = f"cannot resume {checkpoint.folder} with {values}"
+        raise ConfigError(f"{what}: the weights depend on them. {way}")
     if checkpoint.step >= settings.train.steps:
         done, most = f"{checkpoint.folder} has done {checkpoint.step} steps", settings.train.steps
         raise ConfigError(f"{done} already: raise train.steps (now {most}) to continue")

@@ -192,10 +192,8 @@ def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None
         file.truncate(have)
         rest, free = want.bytes - have, shutil.disk_usage(part.parent).free
         if rest and rest + SPARE_BYTES > free:
-            raise CheckpointError(
-                f"{rest:,} bytes do not fit into {part.parent}: {free:,} are free there, and "
-                f"{SPARE_BYTES >> 20} MiB are to stay free. Free some space"
-            )
+            what = f"{rest:,} bytes do not fit into {part.parent}: {free:,} are free"
+            raise CheckpointError(f"{what}, and {SPARE_BYTES:,} stay so. Free some space")
         progress(have)
         if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
@@ -537,10 +535,9 @@ def fetch_seat(
         shards = _checked_manifest(manifest, plugins)
         which = ", ".join(map(str, stages))
         if (size := sum(shard.bytes for shard in shards)) > limit:
-            raise CheckpointError(
-                f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
-                f"most {limit:,} with the settings of this run: nothing of it is fetched"
-            )
+            offer = f"the host offers {size:,} bytes as the state of stage {which}"
+            most = f"which takes at most {limit:,} with the settings of this run"
+            raise CheckpointError(f"{offer}, {most}: nothing of it is fetched")
         # The names end in that of the first stage, for a machine may hold others too.
         step, first, folder = manifest["step"], min(stages), checkpoints_folder(run_folder)
         partial, final = folder / f".fetching-{first}", folder / f"step-{step:08d}-{first}"
