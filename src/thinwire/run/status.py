@@ -333,33 +333,23 @@ def blocks_text(settings: Settings, stages: list[int]) -> str:
 def status_table(report: msg.StatusReport) -> RenderableType:
     """The report for a person."""
     peers = sorted(report.peers, key=lambda p: (not p.stages, p.stages, p.name))
+    seats, machines = [], []
+    for peer in peers:
+        name, stages = peer.name, ", ".join(map(str, peer.stages))
+        here = f"{name} (here)" if peer.is_this_machine else name
+        heard = f"{duration(report.time - peer.last_word)} ago" if peer.last_word else ""
+        seats.append((here, stages, peer.blocks, peer.state, heard))
+        if (has := peer.machine) is not None:
+            rate = human_flops(has.tflops * 1e12) if has.tflops else ""
+            memory = human_bytes(has.memory_bytes) if has.memory_bytes else ""
+            speeds = f"{has.mbps_up:,.0f} / {has.mbps_down:,.0f}" if has.mbps_up else ""
+            trip = f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else ""
+            found = rate, memory, speeds, trip, "yes" if has.reachable else "no"
+            machines.append((name, printable(has.device, 60), *found))
     columns = [*_text_columns("peer", "stages", "blocks", "state"), *number_columns("last word")]
-    seats = [
-        (
-            f"{peer.name} (here)" if peer.is_this_machine else peer.name,
-            ", ".join(map(str, peer.stages)),
-            peer.blocks,
-            peer.state,
-            f"{duration(report.time - peer.last_word)} ago" if peer.last_word else "",
-        )
-        for peer in peers
-    ]
     parts = [_facts(report), *_table("Peers", columns, seats)]
     measured = number_columns("rate", "free\nmemory", "up / down\nMbit/s", "round\ntrip")
     columns = [*_text_columns("peer", "device"), *measured, *_text_columns("has\na door")]
-    machines = [
-        (
-            peer.name,
-            printable(has.device, 60),
-            human_flops(has.tflops * 1e12) if has.tflops else "",
-            human_bytes(has.memory_bytes) if has.memory_bytes else "",
-            f"{has.mbps_up:,.0f} / {has.mbps_down:,.0f}" if has.mbps_up else "",
-            f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else "",
-            "yes" if has.reachable else "no",
-        )
-        for peer in peers
-        if (has := peer.machine) is not None
-    ]
     parts += _table("Machines, as they measured themselves", columns, machines)
     links = []
     for link in report.links:
