@@ -21,7 +21,7 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireEr
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import WandbLog, read_evaluations, without_nan
+from thinwire.report.metrics import FILE_NAME, Curves, WandbLog, read_evaluations, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, bits_per_byte
@@ -106,7 +106,8 @@ class RunRecord:
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
         self.is_over, self._closed = True, time.monotonic()
-        self._write_progress(is_last=True)
+        self._due = 0.0
+        self._write_progress()
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
@@ -136,6 +137,8 @@ class RunRecord:
         with contextlib.suppress(OSError):
             earlier = [(one.step, one.loss) for one in read_evaluations(self.folder)]
         logs = self.folder / "logs"  # absent where all stages are on other machines
+        paths = {"folder": self.folder, "checkpoint": latest, "metrics": self.folder / FILE_NAME}
+        paths |= {"logs": logs if logs.is_dir() else None, "plots": self.folder / "plots"}
         seconds = time.monotonic() - started
         summary = {
             **ledger.summary(seconds, self._began - started, earlier),
@@ -145,13 +148,7 @@ class RunRecord:
             "first_step": ledger.first_step,
             "steps_planned": steps,
             "interrupted": stop_asked and ledger.done < steps,
-            "paths": {
-                "folder": str(self.folder),
-                "checkpoint": str(latest) if latest else None,
-                "metrics": str(self.folder / "metrics.jsonl"),
-                "logs": str(logs) if logs.is_dir() else None,
-                "plots": str(self.folder / "plots"),
-            },
+            "paths": {name: str(path) if path else None for name, path in paths.items()},
         }
         text = json.dumps(without_nan(summary), indent=1, allow_nan=False)
         try:
@@ -253,10 +250,10 @@ class RunRecord:
             gap = f"a row of metrics.jsonl says that {missing} are missing"
             self.display.note(f"metrics are written again; {gap}")
 
-    def _write_progress(self, is_last: bool = False) -> None:
+    def _write_progress(self) -> None:
         """Keep how the run works, for whoever looks on; in a hundredth of this thread's time."""
         began = time.monotonic()
-        if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
+        if began < self._due or not self.has_begun or not self.ledger.records:
             return
         with contextlib.suppress(Exception):  # what is only looked at must not end a run
             write_progress(self.folder, self.ledger.progress())
@@ -291,7 +288,6 @@ class RunRecord:
             if timeline is not None:
                 (plots / "step.json").write_bytes(msgspec.json.encode(timeline) + b"\n")
             needs("matplotlib", extra="plots", what="drawing")
-            from thinwire.report.metrics import Curves
             from thinwire.report.plots import loss_figure, steps_figure  # slow to import
 
             loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")

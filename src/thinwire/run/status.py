@@ -290,11 +290,9 @@ class HostConsole:
         for other in also:
             self.members.kick(other)
         kicked = [name, *also]
-        text = (
-            f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
-            "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
-            "another"
-        )
+        who = f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run"
+        others_too = "nor is anybody new by the same invite; `thinwire invite` makes another"
+        text = f"{who} and not let in again, {others_too}"
         for stage in (stage for stage, name in enumerate(seats) if name in kicked):
             text += f"; stage {stage} gets another peer"
         if others and not also:

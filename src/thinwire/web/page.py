@@ -291,24 +291,20 @@ def compared(settings: Settings, progress: RunProgress) -> dict[str, Any]:
     """
     per_microbatch, costs = settings.tokens_per_microbatch, progress.measured_costs
     try:
-        planned = [
-            {
-                "cut": row["cut"],
-                "planned": sum(frame_bytes(settings, row["cut"])) / per_microbatch,
-                "measured": row["forward_bytes_per_token"] + row["backward_bytes_per_token"],
-                "dense": 2 * row["bf16_bytes_per_token"],
-                "codecs": [row["forward_codec"], row["backward_codec"]],
-            }
-            for row in progress.cuts
-        ]
+        planned: list[dict[str, Any]] = []
         dense = [0] * (settings.pipeline.stages - 1)  # also where both stages are in one process
         for row in progress.cuts:
-            dense[row["cut"]] = row["bf16_bytes_per_token"] * per_microbatch
+            cut, bf16 = row["cut"], row["bf16_bytes_per_token"]
+            dense[cut] = bf16 * per_microbatch
+            size = sum(frame_bytes(settings, cut)) / per_microbatch
+            measured = row["forward_bytes_per_token"] + row["backward_bytes_per_token"]
+            found = {"cut": cut, "planned": size, "measured": measured, "dense": 2 * bf16}
+            planned.append({**found, "codecs": [row["forward_codec"], row["backward_codec"]]})
         plain = dataclasses.replace(costs, forward_bytes=dense, backward_bytes=dense)
         schedule, links = settings.schedule(), progress.links
         thin, thick = (simulate(schedule, one, links).step_seconds for one in (costs, plain))
-        found = {"planned": planned, "simulated_step_seconds": thin}
+        plan = {"planned": planned, "simulated_step_seconds": thin}
         is_known = planned and any(links.mbps_up + links.mbps_down)
-        return {**found, "dense_step_seconds": thick} if is_known else found
+        return {**plan, "dense_step_seconds": thick} if is_known else plan
     except (ThinwireError, KeyError, TypeError, IndexError):
         return {}  # a record of other settings
