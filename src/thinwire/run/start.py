@@ -6,9 +6,9 @@ stage (`make_start`), from which it is resumed. Steps, data order, moments and c
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,13 +65,11 @@ def opened(
 
 def describe(settings: Settings) -> list[str]:
     """What a run is, in a few lines: its size, and the settings that are not at their defaults."""
-    weights, stages = model_weights(settings), settings.pipeline.stages
+    weights = model_weights(settings)
     frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
-    first = (
-        f"{settings.run.name}: {weights.count:,} parameters{frozen} in {stages} stages, "
-        f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
-        f"hash {settings.hash}"
-    )
+    size = f"{weights.count:,} parameters{frozen} in {settings.pipeline.stages} stages"
+    steps = f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens"
+    first = f"{settings.run.name}: {size}, {steps}, hash {settings.hash}"
     asked, defaults = settings.relaxed().to_plain(), Settings().to_plain()
     changed = [
         f"{section}.{key} = {value}"
@@ -98,7 +96,7 @@ def prepare_data(
         is_older = any(own.id_of(token) is None for token in RESERVED)  # today's would be another
         if settings.train.init_from or is_older:
             config = replace(config, tokenizer=str(weights.tokenizer))
-    told = functools.partial(display.progress, unit="B")
+    told = partial(display.progress, unit="B")
     data = prepare(config, settings.model.vocab, cache_folder(), told)
     display.phase("data", data.summary())
     for note in data.notes:
@@ -272,8 +270,7 @@ def make_start(
         state = StageState(StageUpdate(builder, stage, index))
         shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
         display.progress("start", index + 1, stages, "stages from earlier weights")
-    seal = {SEAL: content_hash(origin.manifest)}
-    source = {"path": str(origin.folder), "step": origin.step, **seal}
+    source = {"path": str(origin.folder), "step": origin.step, SEAL: content_hash(origin.manifest)}
     facts = facts_of(settings, data, {}) | {ORIGIN: source}
     made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
     if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
