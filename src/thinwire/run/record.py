@@ -172,15 +172,12 @@ class RunRecord:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             nonlocal asked
-            if self.is_over:
-                self._in_haste = True
-                if self._is_drawing:
-                    raise Interrupted
-                return
-            if asked:
+            self._in_haste |= self.is_over
+            if self._is_drawing or (asked and not self.is_over):
                 raise Interrupted
-            asked = True
-            ask_to_stop()
+            if not self.is_over:
+                asked = True
+                ask_to_stop()
 
         with heeding(on_signal):
             yield
