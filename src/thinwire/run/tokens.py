@@ -16,7 +16,7 @@ import math
 import struct
 import threading
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -78,10 +78,12 @@ def _request(at: At, columns: Columns) -> Frame:
     return Frame(FrameKind.TOKENS, step=step, microbatch=number, weight_version=side, codec=columns)
 
 
-def _place(frame: Frame) -> At | None:
-    """Which microbatch a frame is about; None for no side."""
-    places: dict[int, At] = {0: (frame.step, frame.microbatch), 1: frame.microbatch}
-    return places.get(frame.weight_version)
+def _place(frame: Frame, steps: int, microbatches: int, validations: int) -> At | None:
+    """Which microbatch of a run a frame is about; None for none."""
+    side, step, number = frame.weight_version, frame.step, frame.microbatch
+    if side == 0 and step < steps and number < microbatches:
+        return step, number
+    return number if side == 1 and number < validations else None
 
 
 class TokenIds(NamedTuple):
@@ -97,9 +99,10 @@ class TokenServer:
 
     def __init__(self, pipe: Pipe, data: Corpus, settings: Settings, meter: Meter | None = None):
         self.meter = meter or Meter()
-        self._steps, self._microbatches = settings.train.steps, settings.pipeline.microbatches
         self._type = data.train.dtype
         self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
+        steps, microbatches = settings.train.steps, settings.pipeline.microbatches
+        self._places = steps, microbatches, source.validation_count
         self._is_masked = source.learned_count((0, 0)) is not None
         sizes = source.example_count, source.validation_count, *source.validation_text
         known: Any = source.fingerprint, *sizes, self._type.itemsize, self._is_masked
@@ -115,17 +118,12 @@ class TokenServer:
         columns = Columns(asked.codec & 3)
         if asked.kind is not FrameKind.TOKENS or columns != asked.codec or not columns:
             raise WireError(f"a {asked.kind.name} frame does not ask for token ids")
-        if not self._has(at := _place(asked)):
+        if (at := _place(asked, *self._places)) is None:
             which = f"microbatch {asked.microbatch} of step {asked.step}"
             raise WireError(f"{which} is not in this run")
         shape, payload = self._answer(at, columns)
         self.link.wait_for_room(_MOST_UNSENT)
         self.link.send(dataclasses.replace(asked, shape=shape, payload=payload))
-
-    def _has(self, at: At | None) -> TypeGuard[At]:
-        if isinstance(at, tuple):
-            return at[0] < self._steps and at[1] < self._microbatches
-        return at is not None and at < self._source.validation_count
 
     def _answer(self, at: At, columns: Columns) -> tuple[tuple[int, ...], bytes]:
         """The shape of what is read of a microbatch, and all that is sent of it."""
@@ -239,7 +237,8 @@ class FetchedCorpus(TokenSource):
                     del self._ids[key]
 
     def _on_ids(self, frame: Frame) -> None:
-        if frame.kind is not FrameKind.TOKENS or (at := _place(frame)) is None:
+        at = _place(frame, self._steps, self._microbatches, self.validation_count)
+        if frame.kind is not FrameKind.TOKENS or at is None:
             raise WireError(f"a {frame.kind.name} frame came among token ids")
         payload, size = memoryview(frame.payload), self._bytes
         if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
