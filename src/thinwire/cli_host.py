@@ -111,10 +111,7 @@ def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
     )
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
     if samples:
-        about = (
-            "words that the model continues at each checkpoint, shown on the page; `train` then "
-            "also saves one at each validation"
-        )
+        about = "words that the model continues at each checkpoint, with `train` at validations too"
         sub.add_argument("--sample", default="", metavar="TEXT", help=about)
 
 

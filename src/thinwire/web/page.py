@@ -6,11 +6,9 @@
     POST /invite/N       {"machines": 1}: another such line                        (with the token)
     POST /kick/N         {"peer": "ben"}: remove a peer                            (with the token)
 
-What it shows is read from the run's folder, so a copy of the folder shows the same: steps and
-validations (metrics.jsonl), what happened (events.jsonl), a typical step (progress.json), settings
-(config.toml), who holds which stage (epochs.json), and the host or peer that is at work there
-(control.sock). Nothing else of a folder can be asked for. What others wrote (names, events) is
-data: the page shows it as text.
+What it shows is read from the run's folder, so a copy of the folder shows the same, but for what
+the host or peer says that is at work there. Nothing else of a folder can be asked for. What others
+wrote (names, events) is data: the page shows it as text.
 
 This file is imported when somebody looks: what it imports is slow.
 """
