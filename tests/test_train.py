@@ -363,5 +363,5 @@ def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay):
     assert "the loss has exploded by step 4: that of validation is 99" in stream.getvalue()
     assert kept(run.folder) == ["step-00000002", "step-00000004"]
     proof = read_proof(run.folder)
-    assert proof is not None and (proof.best, proof.step, proof.ended) == (2, 2, 0)
+    assert (proof.best, proof.step, proof.ended) == (2, 2, 0)
     assert open_newest(run.folder)[0].folder == best

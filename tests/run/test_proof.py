@@ -8,14 +8,7 @@ import pytest
 from thinwire.engine.checkpoint import Checkpoint, checkpoints_folder
 from thinwire.errors import CheckpointError
 from thinwire.report import PlainDisplay
-from thinwire.run.checkpoints import (
-    ALL_GOOD,
-    Proof,
-    begin_proof,
-    open_newest,
-    prune,
-    read_proof,
-)
+from thinwire.run.checkpoints import Proof, begin_proof, open_newest, prune, read_proof
 from thinwire.train import train
 from trained import save_tensor
 
@@ -68,7 +61,7 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}'])
 def test_a_record_that_cannot_be_read_accuses_nobody(content, saved, tmp_path):
     (checkpoints_folder(tmp_path) / "proven.json").write_text(content)
-    assert read_proof(tmp_path) == ALL_GOOD
+    assert read_proof(tmp_path).step > 6
     found, notes = open_newest(tmp_path)
     assert (found.folder, notes) == (saved[6], [])
 

@@ -206,7 +206,12 @@ class RunView:
                 with contextlib.suppress(msgspec.MsgspecError):
                     self._events.append(msgspec.json.decode(line, type=_Event))
             del self._events[:-MOST_EVENTS]
-            self.status = self._ask()
+            try:
+                self.status = ask_status(self.folder, STATUS_SECONDS)
+            except NotAliveError:
+                self.status = None
+            except ThinwireError:
+                pass  # it is busy: what it said last
             changed = [name for name in (CONFIG, PROGRESS_FILE) if self._has_changed(name)]
             if CONFIG in changed:
                 self._settings = None
@@ -229,14 +234,6 @@ class RunView:
         body = msgspec.json.encode(values)  # what is no number is null there
         if body != self.sections.get(name):
             self.sections[name] = body
-
-    def _ask(self) -> StatusReport | None:
-        try:
-            return ask_status(self.folder, STATUS_SECONDS)
-        except NotAliveError:
-            return None
-        except ThinwireError:
-            return self.status  # it is busy: what it said last
 
     def _has_changed(self, name: str) -> bool:
         content, before = b"", self._contents.get(name)
