@@ -48,7 +48,7 @@ class ControlSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
         self.path, self.handlers = folder / FILE, handlers
-        super().__init__(str(self.path), _Caller, bind_and_activate=False)
+        super().__init__(str(self.path), _Question, bind_and_activate=False)
         try:
             if self.path.is_socket():  # a killed process has left it
                 self.path.unlink()
@@ -73,7 +73,7 @@ class ControlSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self.close()
 
 
-class _Caller(socketserver.StreamRequestHandler):
+class _Question(socketserver.StreamRequestHandler):
     server: ControlSocket
     timeout = _REQUEST_S
 
