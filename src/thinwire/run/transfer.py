@@ -584,7 +584,7 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
 
 
 def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
-    """Use what is here already; refuse what then takes more than half of what is free."""
+    """Remove other parts, use what is here, refuse what takes more than half of the free disk."""
     partial.mkdir(parents=True, exist_ok=True)
     for path in {*partial.iterdir()} - parts.keys():
         path.unlink()

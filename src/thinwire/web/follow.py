@@ -46,7 +46,7 @@ class Followed(Display):
         self._shown, self._listen, self._prompt = shown, listen, prompt
         self._is_host = role == "host"
         self._sampler: Sampler | None = None
-        self._server: WebServer | None = None
+        self._held = contextlib.ExitStack()  # its server and its sampler
         self._tell: Callable[[str, str], None] = lambda *said: None  # before there is a folder
 
     def opened(self, folder: Path) -> None:
@@ -56,6 +56,7 @@ class Followed(Display):
         self._tell("begin", "started")
         if self._prompt:
             self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
+            self._held.callback(self._sampler.close)
 
     def phase(self, tag: str, text: str) -> None:
         self._shown.phase(tag, text)
@@ -77,10 +78,7 @@ class Followed(Display):
         self._tell("note", text)
 
     def close(self) -> None:
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._server is not None:
-            self._server.close()
+        self._held.close()
 
     def __exit__(self, *raised: object) -> None:
         error = raised[1]
@@ -109,7 +107,7 @@ class Followed(Display):
             with contextlib.suppress(OSError):
                 kept = _Kept(server.token, server.port)
                 replace_private_file(place, msgspec.json.encode(kept))
-        self._server = server.start()
+        self._held.enter_context(server)
         # Elsewhere nobody reads without the token; here it is for what a host alone may do.
         needs_token = self._is_host or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
