@@ -105,7 +105,7 @@ def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
 
 def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
     """Put the options on a command that is shown in the browser."""
-    about = "where to serve the page (default: 127.0.0.1:4618, or the next free port); off = no page"
+    about = "where to serve the page (default: 127.0.0.1:4618, or the next free one); off = no page"
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
     if samples:
         about = "words that the model continues at each checkpoint, with `train` at validations too"

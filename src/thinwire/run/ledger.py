@@ -450,8 +450,7 @@ class LossWatch:
         self.stops = stops  # whether the run is to end then
         self._best = best  # validation so far
         self._validation = -math.inf  # the last one
-        self._stretch: deque[float] = deque(maxlen=STRETCH)
-        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._losses: deque[float] = deque(maxlen=STRETCH + LATEST)  # of the last steps
         self._calmest = math.inf  # what the losses of the calmest stretch stayed below
         self._is_exploded = False
 
@@ -463,12 +462,10 @@ class LossWatch:
             self._validation = report.loss
             self._best = min(self._best, report.loss)
         else:
-            if len(self._latest) == LATEST:
-                self._stretch.append(self._latest[0])
-            self._latest.append(report.loss)
-            if len(self._stretch) == STRETCH:
-                high = sorted(self._stretch)[-1 - STRETCH // WORST_SHARE]
-                self._calmest = min(self._calmest, high)
+            self._losses.append(report.loss)
+            if len(self._losses) == STRETCH + LATEST:
+                stretch = sorted([*self._losses][:STRETCH])
+                self._calmest = min(self._calmest, stretch[-1 - STRETCH // WORST_SHARE])
         trouble = self._trouble()
         if bool(trouble) == self._is_exploded:
             return []
@@ -479,9 +476,9 @@ class LossWatch:
         return [Recovered(f"the loss is back to where it was, at step {done}")]
 
     def _trouble(self) -> str:
-        if not self._latest:
+        if not self._losses:
             return ""  # a validation alone may be of a run that has overfitted before
-        now = statistics.median(self._latest)
+        now = statistics.median([*self._losses][-LATEST:])
         if now > self._limit(self._calmest):
             return f"that of training is {now:.4g}, where it had stayed below {self._calmest:.4g}"
         if self._validation > self._limit(self._best) and now > self._best:
