@@ -157,7 +157,7 @@ def test_plots_and_logs_that_fail_cost_no_run_and_a_summary_is_json(replay, monk
     run, _, stream = replay(run__wandb="wires")
     run.follow()
     (run.folder / "plots").write_text("a file where the folder should be")
-    run.record.ledger._valid_losses.insert(0, (0, math.inf))
+    run.record.ledger._validations[0] = math.inf
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
@@ -370,5 +370,5 @@ def test_a_finite_explosion_costs_no_good_checkpoint_and_is_an_error(replay, on_
     assert ('run.on_explosion = "stop": the run stops' in stream.getvalue()) == stops
     assert kept(run.folder) == ["step-00000002", "step-00000004"]
     proof = read_proof(run.folder)
-    assert proof is not None and (proof.best, proof.step, proof.ended) == (2, 2, 0)
+    assert (proof.best, proof.step, proof.ended) == (2, 2, 0)
     assert open_newest(run.folder)[0].folder == best

@@ -25,34 +25,22 @@ def add_host_commands(add: AddCommand) -> None:
     sub = add("host", host_command, about)
     add_config(sub)
     add_listen(sub, "0.0.0.0:0", "address and port that peers reach; port 0 = any free one")
-    about = (
-        "address by which others find this machine, for the invite; without a port, the one that "
-        "it listens on; may be repeated"
-    )
+    about = "address of this machine for the invite (port: that of --listen); may be repeated"
     sub.add_argument("--address", action="append", default=[], metavar="HOST[:PORT]", help=about)
     about = "the line that `relay` printed"
     sub.add_argument("--relay", default="", metavar="HOST:PORT/PASS", help=about)
     about = "stages that this machine holds itself (default: 0)"
     sub.add_argument("--stages-here", type=number(int, 0), default=0, metavar="N", help=about)
-    about = (
-        "train with so many machines or more, each with one stage or several (default: one for "
-        "each stage)"
-    )
+    about = "train with so many machines or more, also with several stages each (default: one each)"
     sub.add_argument("--peers", type=number(int, 1), default=0, metavar="N", help=about)
     about = "continue a run that `train` began; one that was hosted goes on without this"
     sub.add_argument("--resume", action="store_true", help=about)
     add_init_from(sub)
     about = "hours after which the invite admits nobody new (default: 24)"
     sub.add_argument("--invite-hours", type=number(float, above=0), default=24.0, help=about)
-    about = (
-        "most that passes this host between peers that cannot reach each other, in all (default: "
-        "200 for each link)"
-    )
+    about = "most that passes this host between peers, in all (default: 200 for each link)"
     sub.add_argument("--mbps", type=number(float, 0), default=0.0, help=about)
-    about = (
-        "machines that the invite lets in (default: one for each stage that is not here, and two "
-        "spares)"
-    )
+    about = "machines that the invite lets in (default: one for each stage of others, and 2 spares)"
     sub.add_argument("--machines", type=number(int, 1), default=0, metavar="N", help=about)
     add_web(sub, samples=True)
 
@@ -82,9 +70,7 @@ def add_host_commands(add: AddCommand) -> None:
     about = "where to serve it (default: 127.0.0.1:4618, or the next port that is free)"
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
 
-    about = (
-        "folder of the run on its host, or of `join --folder` on a peer (default: what is found)"
-    )
+    about = "folder of the run, or on a peer that of `join --folder` (default: what is found)"
     sub = add("status", status_command, "show how a run stands that is under way on this machine")
     sub.add_argument("folder", type=Path, nargs="?", help=about)
     sub.add_argument("--json", action="store_true", help="print JSON")
@@ -119,16 +105,10 @@ def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
 
 def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
     """Put the options on a command that is shown in the browser."""
-    about = (
-        "where to serve the page of the run (default: 127.0.0.1:4618, or the next port that is "
-        "free); another address than this machine's own asks for a token; off = no page"
-    )
+    about = "where to serve the page (default: 127.0.0.1:4618, or the next free one); off = no page"
     sub.add_argument("--web", default="", metavar="HOST:PORT", help=about)
     if samples:
-        about = (
-            "words that the model continues at each checkpoint, shown on the page; `train` then "
-            "also saves one at each validation"
-        )
+        about = "words that the model continues at each checkpoint, with `train` at validations too"
         sub.add_argument("--sample", default="", metavar="TEXT", help=about)
 
 
@@ -156,9 +136,7 @@ def run_to_end(
     role: str = "train",
     sample: str = "",
 ) -> dict[str, Any]:
-    """Run with a display and a page around it; what ends it early carries the words by which it
-    goes on.
-    """
+    """Run with a display and a page around it; what ends it early says how it goes on."""
     from thinwire.report import open_display, print_summary
     from thinwire.web.follow import Followed
 
@@ -185,23 +163,20 @@ def join_command(options: argparse.Namespace) -> None:
     if options.tied:
         threading.Thread(target=_leave_with_input, daemon=True).start()
     invite = Invite.parse(text)  # before torch is loaded: a bad one is refused at once
-    wait_for_no_reader()
 
-    from thinwire.report import open_display
     from thinwire.run.join import Terms, join
-    from thinwire.web.follow import OFF, Followed
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
     place = options.name, options.folder, "" if options.no_listen else options.listen
     plugins = tuple(options.allow_plugin)
     terms = Terms(*place, options.device, options.threads, plugins, *paths)
-    web = OFF if options.tied else options.web  # a host's own peer is on the host's page
-    with (
-        open_display(sys.stdout, invite.run_name) as shown,
-        Followed(shown, web, "join") as display,
-    ):
-        farewell = join(invite, terms, display)
-        display.phase("end", farewell)
+    web = "off" if options.tied else options.web  # a host's own peer is on the host's page
+
+    def run(display: "Display") -> dict[str, Any]:
+        display.phase("end", join(invite, terms, display))
+        return {}
+
+    run_to_end(run, invite.run_name, lambda: "", shows_summary=False, web=web, role="join")
 
 
 def _leave_with_input() -> None:
@@ -265,6 +240,6 @@ def leave_command(options: argparse.Namespace) -> None:
 
 
 def _ask(folder: Path | None, request: dict[str, Any], of_host: bool = True) -> None:
-    from thinwire.run.alive import ask, host_folder, member_folder
+    from thinwire.run.alive import ask, folder_to_ask
 
-    print(ask(host_folder(folder) if of_host else member_folder(folder), request)["text"])
+    print(ask(folder_to_ask(folder, of_host), request)["text"])

@@ -238,7 +238,7 @@ def test_a_peer_that_keeps_failing_is_set_aside_and_the_host_goes_on(
     wait_until(lambda: ben.heard)
     assert house.unfit()["ben"] == why, "arriving anew does not help"
     status = house.console(Formation(), make_settings).handlers()["status"]({})
-    states = {peer["name"]: peer["state"] for peer in status["peers"]}
+    states = {peer.name: peer.state for peer in status.peers}
     assert states == {"ana": "waiting for a stage", "ben": f"gets no stage: {why}"}
     assert house.here() == ["ana"]
 

@@ -27,7 +27,6 @@ from thinwire.run.admission import AuthorityBook
 from thinwire.run.join import Holding, JoinedPeer, Terms, own_settings
 from thinwire.run.machine import Machine
 from thinwire.run.peer import Peer
-from thinwire.run.status import status_from_plain
 from thinwire.run.transfer import Want
 from thinwire.wire import Door, Identity, Route, Routes
 from waiting import PATIENCE, wait_until
@@ -288,7 +287,7 @@ def test_a_machine_that_took_a_place_stands_by_no_more(tmp_path, make_settings):
     held.here = SimpleNamespace(process=process, has_begun=True, channel=channel)
     peer._holdings = [held]
     status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
-    state = lambda: status_from_plain(status({})).peers[0].state  # noqa: E731
+    state = lambda: status({}).peers[0].state  # noqa: E731
     for message in (msg.Connect("", [0], follower=1), msg.Connect("", [0], 0, 2), msg.Start()):
         peer._on_message(msg.Envelope(message, 1, 2))
         assert state() == "stands by"
@@ -348,7 +347,7 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
     """Its folder holds then what its page and `thinwire status` show."""
     peer = joined_peer(tmp_path)
     status = peer.handlers(SimpleNamespace(run_name="code", run_id="ab"))["status"]
-    alone = status_from_plain(status({}))
+    alone = status({})
     assert [one.name for one in alone.peers] == ["ana"] and alone.waiting_for == "a stage"
     step = StepRecord(3, 9, 2.5, 0.1, 1.0, 50, 700.0, 0.5, 9.0, [], [])
     peers = [msg.PeerStatus("ben", "computes F0", [0]), msg.PeerStatus("ana", "old", [1])]
@@ -360,7 +359,7 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
         peer._on_message(msg.Envelope(msg.RunNews(report, step)))
     peer._on_message(msg.Envelope(EvaluationRecord(3, 2.25, None)))
     assert [Row.read(line).step for line in lines_of(tmp_path)] == [3, 3], "a step and a validation"
-    told = status_from_plain(status({}))
+    told = status({})
     assert (told.role, told.state, told.last_checkpoint) == ("member", "training", 2)
     assert told.links == links and abs(told.time - time.time()) < PATIENCE
     assert {one.name: one.state for one in told.peers} == {
@@ -368,4 +367,4 @@ def test_a_member_keeps_what_the_host_tells_it_and_says_what_it_knows_better(
     }  # fmt: skip
     assert [one.is_this_machine for one in told.peers if one.machine] == [True]
     peer._note_loss("the connection was lost")
-    assert "the host" in status_from_plain(status({})).waiting_for
+    assert "the host" in status({}).waiting_for

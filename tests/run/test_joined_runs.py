@@ -10,7 +10,7 @@ import pytest
 from machines import assert_same_weights
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.run.alive import FILE
-from thinwire.web.runs import RunView
+from thinwire.web.page import RunView
 from waiting import PROCESS_PATIENCE, wait_until
 
 

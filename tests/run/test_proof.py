@@ -61,7 +61,7 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}'])
 def test_a_record_that_cannot_be_read_accuses_nobody(content, saved, tmp_path):
     (checkpoints_folder(tmp_path) / "proven.json").write_text(content)
-    assert read_proof(tmp_path) is None
+    assert read_proof(tmp_path).step > 6
     found, notes = open_newest(tmp_path)
     assert (found.folder, notes) == (saved[6], [])
 
@@ -90,4 +90,4 @@ def test_weights_are_proven_by_the_step_that_is_computed_with_them(
     changes = {"pipeline__stages": 1, "pipeline__delay": delay, "train__checkpoint_every": 1}
     train(make_settings(train__steps=3, **changes), PlainDisplay(io.StringIO()))
     proof = read_proof(tmp_path / "test")
-    assert proof is not None and (proof.step, proof.ended) == (proven, 3)
+    assert (proof.step, proof.ended) == (proven, 3)

@@ -56,7 +56,7 @@ def fetch(server, stage, folder, **options):
     before = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
     serving = on_daemon_thread("host", lambda: server.serve(here, (stage,)))
     path = tr.fetch_seat(
-        there, [stage], folder, most_shard_bytes(server._settings, stage), **options
+        there, [stage], folder, most_shard_bytes(server.settings, stage), **options
     )
     serving.result(30)
     after = server.meter.snapshot()["sent"].get("PIECE", {"payload_bytes": 0})["payload_bytes"]
@@ -189,7 +189,8 @@ def test_a_seat_is_for_the_one_who_holds_it(trained, tmp_path):
     talk, theirs = tr.Talk(there), checkpoint.shards[0]
     assert isinstance(talk.hear(30), tr.SeatFiles)
     talk.say(tr.Want(3, 0, theirs.sha256, theirs.bytes))
-    assert talk.hear(30) == tr.Refusal("there is no such file of stage 0 and step 3 here")
+    reason = "the file of stage 0 and step 3 cannot be had: it is not of that seat"
+    assert talk.hear(30) == tr.Refusal(reason)
     talk.say(tr.Refusal("nonsense"))
     with pytest.raises(WireError, match="was not asked for but sent"):
         serving.result(30)

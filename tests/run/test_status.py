@@ -17,10 +17,10 @@ from thinwire.errors import ConfigError, NotAliveError, WireError
 from thinwire.report import EvaluationRecord, MetricsWriter
 from thinwire.report.records import LinkRecord
 from thinwire.run import protocol as pr
-from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, is_alive
+from thinwire.run.alive import FILE, LONGEST_LINE, ControlSocket, ask, ask_status, is_alive
 from thinwire.run.checkpoints import claim_folder
 from thinwire.run.machine import Machine
-from thinwire.run.status import Standing, status_from_plain, status_table
+from thinwire.run.status import Standing, status_table
 
 NOW = 1_800_000_000.0
 RUN_ID = "0123456789abcdef"
@@ -55,7 +55,7 @@ def kick(request):
     return {"text": "ben was kicked"}
 
 
-HANDLERS = {"status": lambda request: REPORT.to_plain(), "kick": kick}
+HANDLERS = {"status": lambda request: REPORT, "kick": kick}
 
 
 @pytest.fixture
@@ -64,14 +64,16 @@ def control(folder):
         yield control
 
 
-def test_questions_are_answered(control, folder):
+def test_questions_are_answered(control, folder, monkeypatch):
     assert stat.S_IMODE(control.path.stat().st_mode) == 0o600, "only its user may ask"
     assert is_alive(folder)
-    assert status_from_plain(ask(folder, {"ask": "status"})) == REPORT
+    assert ask_status(folder) == REPORT
     assert ask(folder, {"ask": "kick", "peer": "ben"}) == {"text": "ben was kicked"}
     for changed in ({"mood": "good"}, {"peers": [{"name": "a"}]}, {"step": "x"}):
+        said = {**REPORT.to_plain(), **changed}
+        monkeypatch.setitem(HANDLERS, "status", lambda request, said=said: said)
         with pytest.raises(WireError, match="does not know"):
-            status_from_plain({**REPORT.to_plain(), **changed})
+            ask_status(folder)
     with pytest.raises(ConfigError, match="nobody called eve"):
         ask(folder, {"ask": "kick", "peer": "eve"})
     with pytest.raises(ConfigError, match=r"'leave' cannot be asked here; what can: kick, status"):
@@ -149,9 +151,8 @@ def test_the_commands_on_a_host(said, tmp_path):
         assert "it hosts the one in runs/code" in said(9, "leave"), "a host does not leave"
         words = said(2, "kick", "runs/code", "ben")
         assert "the peer comes first: thinwire kick ben runs/code" in words
-        (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
-        said(0, "status", "run.toml")
-    assert "no run is alive in runs/code/" in said(9, "status", "run.toml")
+    (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
+    assert "no run is alive in run.toml/" in said(9, "status", "run.toml")
 
 
 def test_the_commands_on_a_peer(said, tmp_path):
@@ -196,18 +197,18 @@ def test_a_wait_has_one_beginning_and_ends_with_a_step(standing, clock):
     standing.waits("2 more peers")
     clock.now += 30
     standing.waits("1 more peer")
-    report = standing.report(0, [], [])
+    report = standing.report(0, [])
     assert (report.state, report.waiting_for) == ("waiting", "1 more peer")
     assert report.waiting_since == 1000.0 and report.time == 1030.0
     standing.forms()
-    assert standing.report(0, [], []).waiting_for == ""
+    assert standing.report(0, []).waiting_for == ""
     standing.waits("a peer that prepares")
     standing.stepped(step_record(7, 100))
-    report = standing.report(1, [], [])
+    report = standing.report(1, [])
     assert (report.state, report.waiting_for, report.waiting_since) == ("training", "", 0.0)
     assert (report.step, report.steps, report.loss, report.tokens_per_s) == (7, 100, 5.1234, 3412.4)
     standing.stepped(step_record(8, loss=float("nan")))
-    assert standing.report(1, [], []).loss is None, "JSON has no such number"
+    assert standing.report(1, []).loss is None, "JSON has no such number"
 
 
 def test_links_and_words_of_stages(standing, clock):
@@ -222,24 +223,24 @@ def test_links_and_words_of_stages(standing, clock):
     costs = StageCosts(0.1, 0.1, 0.1)  # pulses come every few seconds, steps may come more often
     standing.heard(1, Step(6, None, 0.1, 1.0, True, 0.0, 1.0, 0.0, costs, [], {}, {}, 0))
     assert standing.word_of(1)[1] == "has done step 7"
-    first, second = standing.report(1, seats, []).links
+    first, second = standing.report(1, seats).links
     assert (first.below, first.above, first.way) == ("ana", "ben", "direct")
     assert (second.way, second.forward_bytes_per_s) == ("relayed", 1500.0)
     standing.heard(1, pr.LinkDown(0, "no answer"))
     clock.now += 9
-    report = standing.report(1, seats, [])
+    report = standing.report(1, seats)
     assert report.waiting_for == "the link between ana and ben, which is down (no answer)"
     assert report.waiting_since == 1005.0 and report.links[0].way == ""
     standing.heard(1, pr.LinkUp(0, 9.0, "relayed"))
-    report = standing.report(1, seats, [])
+    report = standing.report(1, seats)
     assert report.waiting_for == "" and report.links[0].way == "relayed", "the way may change"
     standing.heard(0, pr.Pulse(4, "", trip_above=0.0001))  # to the door of its own machine
     standing.heard(1, pr.Pulse(4, "", 0.03, 0.02))  # to that door, and to where it meets cleo
     standing.heard(2, pr.Pulse(4, "", trip_below=0.05))
-    trips = [link.round_trip_ms for link in standing.report(1, seats, []).links]
+    trips = [link.round_trip_ms for link in standing.report(1, seats).links]
     assert trips == pytest.approx([30.1, 70.0])
     standing.heard(2, pr.Pulse(4, "", trip_below=1e308))
     standing.heard(1, pr.Pulse(4, "", trip_above=1e308))
-    assert standing.report(1, seats, []).links[1].round_trip_ms == 0.0, "JSON has no such number"
+    assert standing.report(1, seats).links[1].round_trip_ms == 0.0, "JSON has no such number"
     standing.forms()
-    assert standing.report(2, seats, []).links[0].way == "", "nothing of an earlier epoch stays"
+    assert standing.report(2, seats).links[0].way == "", "nothing of an earlier epoch stays"

@@ -21,7 +21,7 @@ from thinwire.schedule import Links, simulate
 from thinwire.settings import load_settings, make_recipe
 from thinwire.typed import to_toml
 from thinwire.web.follow import TOKENS, Followed
-from thinwire.web.runs import RunView, compared
+from thinwire.web.page import RunView, compared
 from waiting import PROCESS_PATIENCE, wait_until
 
 OWNER = {"headers": {"Authorization": f"Bearer {TOKEN}"}}

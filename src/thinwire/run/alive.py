@@ -5,8 +5,8 @@ A hosted or joined run answers on a unix socket in its folder, a JSON line each:
     {"ask": "status"}                     {"answer": {...}}
     {"ask": "kick", "peer": "ben"}        {"error": "nobody called ben has joined"}
 
-Only the user whose run it is may open the socket. What comes in is data, and bounded. A run of
-`thinwire train` answers no questions: it is known by its lock, and shown by what it has written.
+Only the user whose run it is may open the socket. A run of `thinwire train` answers no questions:
+it is known by its lock, and shown by what it has written.
 """
 
 import contextlib
@@ -16,70 +16,70 @@ import socketserver
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.errors import ConfigError, NotAliveError, ThinwireError, WireError, printable
 from thinwire.folders import is_claimed
 from thinwire.paths import peers_folder
 from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
+from thinwire.run.checkpoints import last_checkpoint
 from thinwire.run.protocol import StatusReport
-from thinwire.run.status import Handler, status_from_plain
-from thinwire.settings import RunConfig, load_settings
+from thinwire.settings import RunConfig
 
 FILE = "control.sock"  # in the folder of a run, or of a peer
 LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
 _REQUEST_S = 5.0  # for a request to arrive, and for its answer to be taken
 _RUNS = Path(RunConfig().out)
 
+# Answers one kind of request with an object of JSON, or with a ThinwireError that says why not.
+Handler = Callable[[dict[str, Any]], Any]
 
-class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads, block_on_close, request_queue_size = True, False, 128
 
-
-class ControlSocket(contextlib.AbstractContextManager["ControlSocket"]):
+class ControlSocket(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     """Answers requests in a folder that this process has claimed, on threads, until `close`."""
 
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+
     def __init__(self, folder: Path, handlers: Mapping[str, Handler]):
-        self.path = folder / FILE
-
-        class Caller(socketserver.StreamRequestHandler):
-            timeout = _REQUEST_S
-
-            def handle(self) -> None:
-                with contextlib.suppress(OSError, WireError):
-                    _say(self.wfile, _answered(handlers, _heard(self.rfile)))
-
-        self._server = _Server(str(self.path), Caller, bind_and_activate=False)
+        self.path, self.handlers = folder / FILE, handlers
+        super().__init__(str(self.path), _Question, bind_and_activate=False)
         try:
             if self.path.is_socket():  # a killed process has left it
                 self.path.unlink()
-            with _short(self.path) as self._server.server_address:
-                self._server.server_bind()
+            with _short(self.path) as self.server_address:
+                self.server_bind()
             self.path.chmod(0o600)  # before it listens, so nobody comes in between
-            self._server.server_activate()
+            self.server_activate()
         except OSError as error:
-            self._server.server_close()
-            raise ConfigError(
-                f"cannot make {self.path}, by which this run is asked: {error}"
-            ) from error
-        serve = self._server.serve_forever
+            self.server_close()
+            what = f"cannot make {self.path}, by which this run is asked"
+            raise ConfigError(f"{what}: {error}") from error
+        serve = self.serve_forever
         threading.Thread(target=serve, args=(0.1,), name="thinwire control", daemon=True).start()
 
     def close(self) -> None:
         """Answer no more, and remove the socket."""
         self.path.unlink(missing_ok=True)
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class _Question(socketserver.StreamRequestHandler):
+    server: ControlSocket
+    timeout = _REQUEST_S
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError, WireError):
+            _say(self.wfile, _answered(self.server.handlers, _heard(self.rfile)))
 
 
 def _answered(handlers: Mapping[str, Handler], request: dict[str, Any]) -> dict[str, Any]:
@@ -103,13 +103,11 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
             lines.flush()
             said = _heard(lines)
     except PermissionError:
-        raise ConfigError(
-            f"{folder} belongs to another user: only who started the run may ask it"
-        ) from None
+        whose = f"{folder} belongs to another user"
+        raise ConfigError(f"{whose}: only who started the run may ask it") from None
     except TimeoutError:
-        raise WireError(
-            f"the run in {folder} did not answer within {timeout:g} s: it may be stopped"
-        ) from None
+        silent = f"the run in {folder} did not answer within {timeout:g} s"
+        raise WireError(f"{silent}: it may be stopped") from None
     except (OSError, WireError):
         raise NotAliveError(f"no run is alive in {folder}, or it has just ended") from None
     if "error" in said:
@@ -120,25 +118,30 @@ def ask(folder: Path, request: dict[str, Any], timeout: float = 15.0) -> dict[st
     return answer
 
 
+def ask_status(folder: Path, timeout: float = 15.0) -> StatusReport:
+    """How the run stands that is alive there; WireError if this version does not know its form."""
+    try:
+        return msgspec.convert(ask(folder, {"ask": "status"}, timeout), StatusReport)
+    except msgspec.ValidationError as error:
+        what = f"the run gave its status in a form that this version does not know ({error})"
+        raise WireError(f"{what}: use the version that it was started with") from None
+
+
 def is_alive(folder: Path) -> bool:
     """Whether a process answers in this folder."""
     try:
-        _connected(folder, _REQUEST_S).close()
+        with _connected(folder, _REQUEST_S):
+            return True
     except OSError as error:
         return isinstance(error, (TimeoutError, BlockingIOError))  # more callers than it can queue
-    return True
 
 
-def _connected(folder: Path, timeout: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout)
-    try:
-        with _short(folder / FILE) as path:
-            connection.connect(path)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+@contextlib.contextmanager
+def _connected(folder: Path, timeout: float) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as connection, _short(folder / FILE) as path:
+        connection.settimeout(timeout)
+        connection.connect(path)
+        yield connection
 
 
 @contextlib.contextmanager
@@ -173,38 +176,27 @@ def _heard(lines: BufferedIOBase) -> dict[str, Any]:
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
     """How runs stand that are alive: the one in this folder, or all; NotAliveError if none is."""
-    given, places = _named(given), [_RUNS, peers_folder()]
+    places = [_RUNS, peers_folder()]
     if found := _at_work(given, *places):
         return [*map(_report, found)]
     raise _not_alive([given] if given else places)
 
 
-def host_folder(given: Path | None) -> Path:
-    """The one folder in which a run answers that this machine hosts; NotAliveError says why not."""
-    peer_of = "this machine hosts no run: it is a peer of the run in {}; only a host can do this"
-    return _one(given, _RUNS, peers_folder(), peer_of)
-
-
-def member_folder(given: Path | None) -> Path:
-    """The one folder in which this machine is a peer; NotAliveError says why there is none."""
-    hosts = "this machine is no peer of a run: it hosts the one in {}. Ctrl-C there stops that"
-    return _one(given, peers_folder(), _RUNS, hosts)
-
-
-def _one(given: Path | None, place: Path, other: Path, elsewhere: str) -> Path:
-    """The one folder that answers, of those in a place; `elsewhere`: only one in the other does."""
-    given = _named(given)
+def folder_to_ask(given: Path | None, is_host: bool) -> Path:
+    """The one folder in which this machine hosts a run, or else is a peer; or NotAliveError."""
+    place, other = (_RUNS, peers_folder()) if is_host else (peers_folder(), _RUNS)
     found = _at_work(given, place)
     able = [folder for folder in found if is_alive(folder)]
     if len(able) > 1:
-        raise ConfigError(
-            f"several runs are alive: name the folder of one, {', '.join(map(str, able))}"
-        )
+        folders = ", ".join(map(str, able))
+        raise ConfigError(f"several runs are alive: name the folder of one, {folders}")
     if able:
         return able[0]
     others = [] if given else _at_work(None, other)
-    if useless := [folder for folder in others if is_alive(folder)]:
-        raise NotAliveError(elsewhere.format(useless[0]))
+    for folder in filter(is_alive, others):
+        hosts = f"no peer of a run: it hosts the one in {folder}. Ctrl-C there stops that"
+        joins = f"hosts no run: it is a peer of the run in {folder}; only a host can do this"
+        raise NotAliveError(f"this machine {joins if is_host else f'is {hosts}'}")
     if local := found or others:
         raise NotAliveError(f"the run in {local[0]} has no peers: it is a local one, or starts")
     raise _not_alive([given or place])
@@ -215,15 +207,8 @@ def hosted_folders() -> list[Path]:
     return [folder for folder in _at_work(None, _RUNS) if is_alive(folder)]
 
 
-def _named(given: Path | None) -> Path | None:
-    """The folder that was named: a settings file stands for the run that it starts."""
-    return load_settings(given, []).run.folder if given and given.is_file() else given
-
-
 def _at_work(given: Path | None, *places: Path) -> list[Path]:
-    """Folders in which a process is at work, whether or not it answers: the one that was named, or
-    those in these places.
-    """
+    """Of the folder that was named, or all in these places, those in which a process is at work."""
     found = [given] if given else [path for place in places for path in sorted(place.glob("*/"))]
     return [folder for folder in found if is_alive(folder) or is_claimed(folder)]
 
@@ -231,21 +216,15 @@ def _at_work(given: Path | None, *places: Path) -> list[Path]:
 def _report(folder: Path) -> StatusReport:
     """What a run says of itself; of a local one, what it has written."""
     if is_alive(folder):
-        return status_from_plain(ask(folder, {"ask": "status"}))
-    step, now = last_step(folder), time.time()
+        return ask_status(folder)
+    step, now, name = last_step(folder), time.time(), folder.resolve().name
     notes = ["this is what the run has written so far; its page, thinwire watch, shows more"]
     if step is not None:
         written = (folder / FILE_NAME).stat().st_mtime
         notes.insert(0, f"its last line was written {duration(now - written)} ago")
-    return StatusReport(
-        run=folder.resolve().name,
-        run_id="",
-        role="folder",
-        state="training" if step else "starting",
-        time=now,
-        last_checkpoint=max(map(step_of, list_checkpoints(folder)), default=None),
-        notes=notes,
-    ).after(step)
+    last, state = last_checkpoint(folder), "training" if step else "starting"
+    report = StatusReport(name, "", "folder", state, now, last_checkpoint=last, notes=notes)
+    return report.after(step)
 
 
 def _not_alive(places: list[Path]) -> NotAliveError:

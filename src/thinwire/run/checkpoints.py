@@ -1,17 +1,18 @@
 """The folder of a run and its checkpoints: claimed, completed or dropped, proven, pruned, opened.
 
-Once all stages have written their parts (engine/checkpoint.py) and agree, the manifest is added and
-the folder gets its name. Weights can be ruined and still be finite, and so can their loss: only
-training shows it. So a checkpoint counts as proven once a step that began with its weights, or with
-later ones, was committed. The last one of a run that ended in good order is taken on trust, and
-never displaces a proven one. The one of the best validation is written down too.
+Weights can be ruined and still be finite, and so can their loss: only training shows it. So a
+checkpoint counts as proven once a step that began with its weights, or with later ones, was
+committed. The last one of a run that ended in good order is taken on trust, and never displaces a
+proven one. The one of the best validation is written down too.
 """
 
 import contextlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from thinwire.engine.checkpoint import (
     TOKENIZER,
     Checkpoint,
     Shard,
+    Versions,
     checkpoints_folder,
     list_checkpoints,
     partial_folder,
@@ -40,6 +42,7 @@ from thinwire.report import Display
 from thinwire.settings import Settings
 
 PROVEN = "proven.json"
+UNTRAINED = Versions(0, 0)
 ORIGIN = "origin"  # what a manifest says of the weights that its run started from
 
 
@@ -97,13 +100,16 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
         replace_file(checkpoints_folder(run_folder) / PROVEN, msgspec.json.encode(self))
 
 
-def read_proof(run_folder: Path) -> Proof | None:
-    """What was written; None for a run from before this was kept, or if it cannot be read."""
+ALL_GOOD = Proof(sys.maxsize)  # of a run from before proofs were kept
+
+
+def read_proof(run_folder: Path) -> Proof:
+    """What was written; if there is nothing, or it cannot be read, all counts as good."""
     try:
         text = (checkpoints_folder(run_folder) / PROVEN).read_bytes()
         return msgspec.json.decode(text, type=Proof)
     except (OSError, ValueError):
-        return None
+        return ALL_GOOD
 
 
 def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
@@ -111,107 +117,96 @@ def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
     if resumed is None or not resumed.folder.resolve().is_relative_to(run_folder.resolve()):
         return Proof(0)
     before = read_proof(run_folder)
-    if before is None:
-        return Proof(resumed.step)
     if before.best is not None and before.best > resumed.step:
         before = Proof(before.step)
     return replace(before, step=min(before.step, resumed.step), ended=0)
 
 
 def is_proven(checkpoint: Path) -> bool:
-    """Whether a checkpoint is good as far as is known; what is older than proofs counts as good."""
-    if (proof := read_proof(checkpoint.resolve().parent.parent)) is None:
-        return True
+    """Whether a checkpoint is good as far as is known; so is a copy under another name."""
+    proof = read_proof(checkpoint.resolve().parent.parent)
     try:
         return step_of(checkpoint) <= proof.step or step_of(checkpoint) == proof.ended
-    except ValueError:  # a copy under another name
+    except ValueError:
         return True
 
 
 def open_newest(
     place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint to continue from, opened and verified, and notes: the one that is named, or of
-    a run the newest that is known to be good and opens.
-    """
+    """The checkpoint that is named, or of a run the newest that is good and opens; and notes."""
     found = [] if (place / MANIFEST).is_file() else list_checkpoints(place)
-    good, notes = [path for path in found if is_proven(path)], []
-    chosen = (good or found or [place])[-1]
+    good = [path for path in found if is_proven(path)]
+    candidates, notes = [*reversed(good or found)] or [place], []
     if found and found[-1] not in good:
         way = "it is used because there is no other"
         if good:
-            way = f"continuing from {chosen}. To use the other, name it: --resume {found[-1]}"
+            way = f"continuing from {good[-1]}. To use the other, name it: --resume {found[-1]}"
         unproven = f"no step was trained from {found[-1]} yet, so its weights may be ruined"
         notes.append(f"{unproven}; {way}")
-    before = [path for path in found if path < chosen]
-    first = None
-    for path in [chosen, *sorted(before, key=lambda p: (p in good, p), reverse=True)]:
+    errors: list[CheckpointError] = []
+    for path in candidates:
         try:
             checkpoint = Checkpoint.open(path, allow_plugins, trusted_plugins)
             checkpoint.verify()
         except CheckpointError as error:
-            first = first or error
+            errors.append(error)
             notes.append(f"{path} is passed over, for it does not open: {error}")
         else:
-            return checkpoint, [*notes, f"continuing from {path}"] if first else notes
-    assert first is not None, "one was tried"
-    raise first
+            return checkpoint, [*notes, f"continuing from {path}"] if errors else notes
+    raise errors[0]
 
 
+@dataclass
 class Checkpoints:
     """Completes the checkpoints of one run; a full disk costs a checkpoint, not the training."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        folder: Path,
-        data: Corpus,
-        resumed: Checkpoint | None,
-        display: Display,
-    ):
-        self.latest: Path | None = None
-        self.failed: dict[int, str] = {}  # why there is no checkpoint of a step
-        self._settings, self._folder, self._data = settings, folder, data
-        self._resumed, self._display = resumed, display
-        self._proof, self._proof_is_due = Proof(0), False
-        self._validations: dict[int, float] = {}  # losses, by step
+    settings: Settings
+    folder: Path
+    data: Corpus
+    resumed: Checkpoint | None
+    display: Display
+    latest: Path | None = None
+    failed: dict[int, str] = field(default_factory=dict)  # why there is no checkpoint of a step
+    _proof: Proof = field(default_factory=lambda: Proof(0))
+    _proof_is_due: bool = False  # there is a checkpoint that is not proven
+    _validations: dict[int, float] = field(default_factory=dict)  # losses, by step
 
     def begin(self) -> float:
         """Training begins: later checkpoints are set aside and prove nothing. The loss of the best
         validation before.
         """
-        if self._resumed is not None:
-            for moved in set_aside_later(self._folder, self._resumed.step):
-                later = "a later checkpoint, which this run does not continue"
-                self._display.note(f"{later}, is kept as {moved}")
-        self._proof = begin_proof(self._folder, self._resumed)
-        self._proof.write(self._folder)
-        self._proof_is_due = bool(list_checkpoints(self._folder))
+        for moved in set_aside_later(self.folder, self.resumed.step) if self.resumed else ():
+            later = "a later checkpoint, which this run does not continue"
+            self.display.note(f"{later}, is kept as {moved}")
+        self._proof = begin_proof(self.folder, self.resumed)
+        self._proof.write(self.folder)
+        self._proof_is_due = bool(list_checkpoints(self.folder))
         return self._proof.best_loss
 
     def complete(self, step: int, parts: list[ShardWritten]) -> None:
         """Make a checkpoint of the parts of all stages."""
         shards = [part.shard for part in parts]
         memory = {cut: legs for part in parts for cut, legs in part.agreements.items()}
-        facts = facts_of(self._settings, self._data, memory)
-        facts |= {**vars(parts[0].versions), **origin_in(self._resumed)}
-        written_with = self._data.tokenizer(), self._data.template()
+        facts = facts_of(self.settings, self.data, memory, parts[0].versions)
+        facts |= origin_in(self.resumed)
+        written_with = self.data.tokenizer(), self.data.template()
         try:
-            self.latest = commit(self._folder, step, shards, facts, *written_with)
+            self.latest = commit(self.folder, step, shards, facts, *written_with)
         except CheckpointError as error:
             self.drop(step, str(error))
             return
         self._choose_best()
         self._settle()
-        self._display.phase("save", f"checkpoint of step {step} in {self.latest}")
+        self.display.phase("save", f"checkpoint of step {step} in {self.latest}")
 
     def drop(self, step: int, error: str) -> None:
         """Remove what there is of a checkpoint that cannot be completed."""
-        discard_partial(self._folder, step)
+        discard_partial(self.folder, step)
         if error:
             self.failed[step] = error
-            goes_on = ", training continues" if step < self._settings.train.steps else ""
-            self._display.note(f"checkpoint of step {step} not written{goes_on}: {error}")
+            goes_on = ", training continues" if step < self.settings.train.steps else ""
+            self.display.note(f"checkpoint of step {step} not written{goes_on}: {error}")
 
     def prove(self, step: int) -> None:
         """Weights after `step` updates have trained: checkpoints up to there are good."""
@@ -238,12 +233,10 @@ class Checkpoints:
 
     def last_good(self) -> Path | None:
         """The newest checkpoint from which a step was trained and committed."""
-        if (good := self._proof.newest(self._folder)) is not None:
-            return good
-        resumed = self._resumed
+        good, resumed = self._proof.newest(self.folder), self.resumed
         if resumed and (self._proof.step >= resumed.step or is_proven(resumed.folder)):
-            return resumed.folder
-        return None
+            return good or resumed.folder
+        return good
 
     def way_back(self, after_best: bool = False) -> str:
         """Where good weights are, if any: the last; `after_best`, those of the best validation."""
@@ -255,7 +248,7 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The checkpoint of the best validation."""
-        paths = list_checkpoints(self._folder)
+        paths = list_checkpoints(self.folder)
         return next((path for path in paths if step_of(path) == self._proof.best), None)
 
     def _choose_best(self) -> bool:
@@ -265,7 +258,7 @@ class Checkpoints:
         before = self._proof
         if self.best() is None:
             self._proof = replace(self._proof, best=None, best_loss=math.inf)
-        for path in list_checkpoints(self._folder):
+        for path in list_checkpoints(self.folder):
             later = [step for step in self._validations if step >= step_of(path)]
             loss = self._validations[min(later)] if later else math.inf
             if loss < math.inf and loss <= self._proof.best_loss:
@@ -274,27 +267,30 @@ class Checkpoints:
 
     def _settle(self) -> None:
         """Write down which checkpoints are good, and remove those that are no longer needed."""
-        good = self._proof.newest(self._folder)
-        self._proof_is_due = [good] != list_checkpoints(self._folder)[-1:]
+        good = self._proof.newest(self.folder)
+        self._proof_is_due = [good] != list_checkpoints(self.folder)[-1:]
         self._write_proof()
         if self.latest is not None:
-            prune(self._folder, self._settings.train.keep, self.latest, good, self.best())
+            prune(self.folder, self.settings.train.keep, self.latest, good, self.best())
 
     def _write_proof(self, ended: int = 0) -> None:
         try:
-            replace(self._proof, ended=ended).write(self._folder)
+            replace(self._proof, ended=ended).write(self.folder)
         except OSError as error:
-            self._display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
+            self.display.note(f"cannot record in {PROVEN} which checkpoints are good: {error}")
 
 
-def facts_of(settings: Settings, data: Corpus, codec_memory: dict[str, Any]) -> dict[str, Any]:
+def last_checkpoint(run_folder: Path) -> int | None:
+    """The step of the newest checkpoint of a run."""
+    return max(map(step_of, list_checkpoints(run_folder)), default=None)
+
+
+def facts_of(
+    settings: Settings, data: Corpus, memory: dict[str, Any], versions: Versions = UNTRAINED
+) -> dict[str, Any]:
     """What a manifest says of the run that a checkpoint is of."""
-    return {
-        "settings": settings.to_plain(),
-        "config_hash": settings.hash,
-        "corpus": data.fingerprint,
-        "codec_memory": codec_memory,
-    }
+    plain = {"settings": settings.to_plain(), "config_hash": settings.hash}
+    return {**plain, "corpus": data.fingerprint, "codec_memory": memory, **vars(versions)}
 
 
 def commit(
@@ -319,20 +315,17 @@ def commit(
         write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
         replace_folder(partial, final)
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {step} cannot be completed in {partial}: {error}. "
-            "Earlier checkpoints are untouched; free some space or choose another run.out"
-        ) from error
+        lost = f"the checkpoint of step {step} cannot be completed in {partial}: {error}"
+        way = "Earlier checkpoints are untouched; free some space or choose another run.out"
+        raise CheckpointError(f"{lost}. {way}") from error
     return final
 
 
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
     """Remove what failed or interrupted work left behind: that of one step, or all of it."""
-    folder = checkpoints_folder(run_folder)
     which = "step-*" if step is None else f"step-{step:08d}"
-    for kind in ("partial", "pruned", "sample", "extracts"):
-        for leftover in folder.glob(f".{kind}-{which}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in checkpoints_folder(run_folder).glob(f".*-{which}"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> None:
@@ -348,9 +341,6 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
     """Rename checkpoints after `step`, where a run continues: they would look like its newest."""
-    moved = []
-    for path in list_checkpoints(run_folder):
-        if step_of(path) > step:
-            aside = path.with_name(next_free_name(path.parent, f"abandoned-{path.name}"))
-            moved.append(path.rename(aside))
-    return moved
+    later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
+    names = [next_free_name(path.parent, f"abandoned-{path.name}") for path in later]
+    return [path.rename(path.with_name(name)) for path, name in zip(later, names, strict=True)]

@@ -55,7 +55,7 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, line_of
 from thinwire.run import protocol as msg
 from thinwire.run.admission import Invite, identity_in
-from thinwire.run.alive import ControlSocket
+from thinwire.run.alive import ControlSocket, Handler
 from thinwire.run.channel import Channel
 from thinwire.run.machine import Machine, free_disk, measure_machine
 from thinwire.run.members import SESSION_BYTES
@@ -64,7 +64,7 @@ from thinwire.run.peers import StagesHere
 from thinwire.run.processes import last_lines
 from thinwire.run.record import write_progress
 from thinwire.run.signals import Interrupted, heeding
-from thinwire.run.status import Handler, blocks_text
+from thinwire.run.status import blocks_text
 from thinwire.run.transfer import ShardSender, fetch_seat, uplink_share
 from thinwire.settings import CONFIG, Settings, machine_cores
 from thinwire.typed import to_toml
@@ -394,7 +394,7 @@ class JoinedPeer:
             self.leave()
             return {"text": f"this peer leaves the run {WHEN_LEAVING}"}
 
-        return {"status": lambda request: self._status(invite).to_plain(), "leave": leave}
+        return {"status": lambda request: self._status(invite), "leave": leave}
 
     def _status(self, invite: Invite) -> msg.StatusReport:
         """What the host tells everybody, and what this peer knows better."""

@@ -2,17 +2,17 @@
 whether their loss explodes.
 """
 
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
 from thinwire.report.records import (
-    EvaluationRecord,
     LinkRecord,
     StageRecord,
     StepRecord,
@@ -70,14 +70,9 @@ class _Timings:
         total, sums = sum(self.seconds) or math.nan, self._sums[stage]
         compute = (sums["forward"] + sums["backward"]) / total * microbatches
         update, wait = sums["update"] / total, sums["wait"] / total
-        return {
-            "stage": stage,
-            "compute": compute,
-            "update": update,
-            "wait": wait,
-            "wait_for": {reason: sums[reason] / total for reason in WAITS},
-            "other": max(0.0, 1 - compute - update - wait),
-        }
+        parts = {"stage": stage, "compute": compute, "update": update, "wait": wait}
+        waits = {reason: sums[reason] / total for reason in WAITS}
+        return {**parts, "wait_for": waits, "other": max(0.0, 1 - compute - update - wait)}
 
     def typical(self) -> list[Step]:
         """Of the last few steps the one nearest to the median duration of all."""
@@ -112,11 +107,7 @@ class Ledger:
     """Collects the stages' reports step by step, over all epochs, and sums the run up."""
 
     def __init__(
-        self,
-        settings: Settings,
-        stages: Sequence[Ready],
-        first_step: int,
-        links: Links | None = None,
+        self, settings: Settings, stages: list[Ready], first_step: int, links: Links | None = None
     ):
         """`links`: as they were measured, 0 where they were not; None: as the settings emulate."""
         self.settings = settings
@@ -127,13 +118,14 @@ class Ledger:
         # validation, which on the first stage begins while later stages still validate.
         kinds = ("steady", "behind validations", "first")  # the best first
         self._times = {kind: _Timings(len(stages)) for kind in kinds}
-        self._valid_losses: list[tuple[int, float]] = []
+        self._validations: dict[int, float] = {}  # losses, by step
         self._valid_count = 0
-        self._training_seconds = self._validation_seconds = self._waiting_seconds = 0.0
+        self._seconds = dict.fromkeys(("training", "validation", "waiting"), 0.0)
         self._refused_in_all = self._epochs = 0
         self._largest_drift: float | None = None
         self._moves: list[dict[str, Any]] = []
         self._outages = [{"cut": cut, "count": 0, "seconds": 0.0} for cut in range(cuts)]
+        # By training over each cut: until the last step, and all, once stages have ended.
         self._crossed: Crossed = np.zeros((cuts, 2), int)
         self._crossed_before, self._sent_before = self._crossed, Counter[str]()  # in earlier epochs
         self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
@@ -141,15 +133,11 @@ class Ledger:
         self.go_on(stages, first_step, links)
 
     def go_on(
-        self,
-        stages: Sequence[Ready],
-        first_step: int,
-        links: Links | None = None,
-        waited: float = 0.0,
+        self, stages: list[Ready], first_step: int, links: Links | None = None, waited: float = 0.0
     ) -> None:
         """The run is formed, perhaps again, and goes on from this step: later ones are void."""
-        self._waiting_seconds += waited
-        self._crossed_before = self._crossed_in_all()
+        self._seconds["waiting"] += waited
+        self._crossed_before = self._crossed_in_all
         self._sent_before += self._sent_in_epoch()
         while self.records and self.records[-1].step > first_step:
             self.records.pop()
@@ -179,7 +167,7 @@ class Ledger:
             kind = "behind validations"
         self._times["first" if since < _WARMUP_STEPS else kind].add(complete)
         # On the last stage a step begins when the validation before it is over on all stages.
-        self._training_seconds += complete[-1].end - complete[-1].start
+        self._seconds["training"] += complete[-1].end - complete[-1].start
         self.done = report.step + 1
         if complete[0].committed:
             self.refused, self.origin = 0, ""
@@ -189,8 +177,7 @@ class Ledger:
             self._refused_in_all += 1
         record = self._record(complete)
         self.records.append(record)
-        drift = record.measures.get("drift")
-        if drift is not None:
+        if (drift := record.measures.get("drift")) is not None:
             self._largest_drift = max(drift, self._largest_drift or 0.0)
         if {"energy_before", "energy_after"} <= record.measures.keys():
             # The jump is that of one batch's loss, scored just before and just after the move;
@@ -201,12 +188,12 @@ class Ledger:
     def add_evaluation(self, report: Evaluation) -> None:
         """File a validation, from the stage that has it; it replaces an earlier one of the step."""
         self._drop_evaluations(report.step)
-        self._valid_losses.append((report.step, report.loss))
+        self._validations[report.step] = report.loss
         self._valid_count = report.count
-        self._validation_seconds += report.seconds
+        self._seconds["validation"] += report.seconds
 
     def _drop_evaluations(self, step: int) -> None:
-        self._valid_losses = [(at, loss) for at, loss in self._valid_losses if at < step]
+        self._validations = {at: loss for at, loss in self._validations.items() if at < step}
 
     def add_outage(self, cut: int, seconds: float) -> None:
         """File that the link over a cut was down for so long."""
@@ -217,11 +204,13 @@ class Ledger:
         """File the last word of a stage: what each of its links has sent, to the goodbye."""
         self._meters[stage] = meters
         self._finished.add(stage)
+        if self._is_finished:
+            self._crossed = _crossed([self._meters[stage] for stage in self._stages])
 
     def last_losses(self) -> list[float]:
         """The last loss of training and the last of a validation, where there are any."""
-        steps, validations = list(self.records)[-1:], self._valid_losses[-1:]
-        return [record.loss for record in steps] + [loss for _, loss in validations]
+        losses = [record.loss for record in self.records]
+        return losses[-1:] + [*self._validations.values()][-1:]
 
     def typical_step(self) -> Timeline:
         """The timeline of a typical step, to draw; there must have been a step."""
@@ -233,25 +222,17 @@ class Ledger:
             for lane, label, start, end in report.spans
             if label != "norm"
         ]
-        return Timeline(
-            run=self.settings.run.name,
-            step=chosen[0].step + 1,
-            seconds=_step_seconds(chosen),
-            stages=self._stage_records(chosen),
-            spans=spans,
-        )
+        which = self.settings.run.name, chosen[0].step + 1
+        return Timeline(*which, _step_seconds(chosen), self._stage_records(chosen), spans)
 
     def progress(self) -> RunProgress:
         """How the run works at the moment; there must have been a step."""
+        median, measured = statistics.median(self._timed.seconds), (self._cuts(), self._costs())
+        return RunProgress(median, self.typical_step(), self._shares(), *measured, self._network)
+
+    def _shares(self) -> list[dict[str, Any]]:
         microbatches = self.settings.pipeline.microbatches
-        return RunProgress(
-            statistics.median(self._timed.seconds),
-            self.typical_step(),
-            [self._timed.shares(stage, microbatches) for stage in self._stages],
-            self._cuts(),
-            self._costs(),
-            self._network,
-        )
+        return [self._timed.shares(stage, microbatches) for stage in self._stages]
 
     @property
     def _which(self) -> str:
@@ -270,43 +251,48 @@ class Ledger:
         self,
         total_seconds: float,
         start_seconds: float = 0.0,
-        earlier: Sequence[EvaluationRecord] = (),
+        earlier: Sequence[tuple[int, float]] = (),
     ) -> dict[str, Any]:
-        """What summary.json says of the run, of which `start_seconds` passed before the stages
-        began, and `earlier` validations before its first step.
-        """
+        """What summary.json says of the run; `earlier`: steps and losses of earlier validations."""
         settings, timed = self.settings, self._timed
         seconds, per_step = timed.seconds, settings.tokens_per_step
-        shares = [timed.shares(stage, settings.pipeline.microbatches) for stage in self._stages]
+        counted = {"steps": len(seconds), "tokens_per_step": per_step}
+        shares = self._shares()
         computed = [share["compute"] + share["update"] for share in shares]
         cuts, busiest = self._cuts(), _busiest(self._uplinks_busy())
+        dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
+        left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
+        losses = [record.loss for record in self.records][-_LAST_LOSSES:]
+        validations = [(step, loss) for step, loss in earlier if step < self.first_step]
+        validations += self._validations.items()
+        final = {
+            "final_train_loss": statistics.fmean(losses) if losses else None,
+            "last_train_loss": losses[-1] if losses else None,
+            "final_valid_loss": validations[-1][1] if validations else None,
+        }
         # Training and validation are timed on the last stage, where they do not overlap. Waiting
         # is from the end of an epoch to the training of the next; other is saving, the goodbyes
         # of the stages, and the rest.
-        parts = {
-            "start": start_seconds,
-            "training": self._training_seconds,
-            "validation": self._validation_seconds,
-            "waiting": self._waiting_seconds,
-        }
+        parts = {"start": start_seconds, **self._seconds}
         simulated = simulate(settings.schedule(), self._costs(), network_of(settings))
-        has_space = self._largest_drift is not None or self._moves
+        space = {"largest_drift": self._largest_drift, "moves": self._moves}
         by_kind = self._sent_before + self._sent_in_epoch()
+        sent = {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
         return {
             "name": settings.run.name,
-            **self._losses(earlier),
+            **final,
+            "final_train_loss_steps": len(losses),  # of which that loss is the mean
+            # JSON has no NaN: a null that is named here was NaN or infinite
+            "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
+            "valid_losses": validations,
+            "valid_tokens": self._valid_count,  # behind each of these
             "steps": self.done,
             "steps_run": self._steps_run,
             "epochs": self._epochs,
             "tokens": self.done * per_step,
             # tokens per second of the steps that count, and which these are: they divide
             "tokens_per_s": per_step * len(seconds) / sum(seconds) if seconds else None,
-            "timed": {
-                "steps": len(seconds),
-                "tokens_per_step": per_step,
-                "seconds": sum(seconds),
-                "which": self._which,
-            },
+            "timed": {**counted, "seconds": sum(seconds), "which": self._which},
             "step_seconds_median": statistics.median(seconds) if seconds else None,
             "seconds": {**parts, "other": max(0.0, total_seconds - sum(parts.values()))},
             # as the simulator plays it with the measured costs
@@ -318,17 +304,14 @@ class Ledger:
             "bubble_fraction": 1 - statistics.fmean(computed) if seconds else None,
             "time_shares": shares,
             "link_utilisation": None if math.isnan(busiest) else busiest,
-            "ratio_vs_bf16": _total_ratio(cuts),
+            # bytes of bf16 dense both ways over all that training sent, headers included
+            "ratio_vs_bf16": dense / left if cuts else None,
             "cuts": cuts,
             "outages": self._outages,
             # Every byte that left, headers included, over all links and both ends of each: beside
             # training validations, handshakes and goodbyes. None until all have said their last.
-            "bytes_sent": {"by_kind": dict(sorted(by_kind.items())), "total": by_kind.total()}
-            if self._is_finished
-            else None,
-            "space": {"largest_drift": self._largest_drift, "moves": self._moves}
-            if has_space
-            else None,
+            "bytes_sent": sent if self._is_finished else None,
+            "space": space if self._moves or self._largest_drift is not None else None,
             "refused_updates": self._refused_in_all,
             "total_seconds": total_seconds,
             "config_hash": settings.hash,
@@ -336,27 +319,9 @@ class Ledger:
             "versions": self._ready[0].versions,
         }
 
-    def _losses(self, earlier: Sequence[EvaluationRecord]) -> dict[str, Any]:
-        losses = [record.loss for record in self.records][-_LAST_LOSSES:]
-        before = [record for record in earlier if record.step < self.first_step]
-        validations = [(record.step, record.loss) for record in before] + self._valid_losses
-        final = {
-            "final_train_loss": statistics.fmean(losses) if losses else None,
-            "last_train_loss": losses[-1] if losses else None,
-            "final_valid_loss": validations[-1][1] if validations else None,
-        }
-        return {
-            **final,
-            "final_train_loss_steps": len(losses),  # of which that loss is the mean
-            # JSON has no NaN: a null that is named here was NaN or infinite
-            "not_finite": [k for k, loss in final.items() if not math.isfinite(loss or 0.0)],
-            "valid_losses": validations,
-            "valid_tokens": self._valid_count,  # behind each of these
-        }
-
     def _costs(self) -> Costs:
         """Mean measured times and bytes, as the simulator takes them."""
-        mean, crossed = self._timed.mean, self._crossed_in_all()
+        mean, crossed = self._timed.mean, self._crossed_in_all
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         kinds = ("forward", "backward", "update")
         forward, backward, update = ([mean(s, k) for s in self._stages] for k in kinds)
@@ -364,7 +329,14 @@ class Ledger:
         return Costs(forward, backward, update, up, down)
 
     def _record(self, reports: list[Step]) -> StepRecord:
-        settings = self.settings
+        settings, seconds, before = self.settings, _step_seconds(reports), self._crossed
+        self._crossed = _crossed([report.meters for report in reports])
+        moved = self._crossed - before
+        busy = self._busy(moved, seconds)
+        links = [
+            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
+            for cut, (forward, backward) in enumerate(moved.tolist())
+        ]
         usual = statistics.fmean(self._timed.seconds[-_LAST_SECONDS:])
         loss, measures = reports[-1].loss, dict[str, float]()
         for report in reports:  # of the shared space: the worst of each, over all stages
@@ -378,50 +350,33 @@ class Ledger:
             grad_norm=reports[0].grad_norm,
             tokens=self.done * settings.tokens_per_step,
             tokens_per_s=settings.tokens_per_step / usual,
-            step_seconds=_step_seconds(reports),
+            step_seconds=seconds,
             eta_seconds=usual * (settings.train.steps - self.done),
             stages=self._stage_records(reports),
-            links=self._link_records(reports),
+            links=links,
             measures=measures,
         )
 
     def _stage_records(self, reports: list[Step]) -> list[StageRecord]:
-        microbatches = self.settings.pipeline.microbatches
-        return [
-            StageRecord(
-                stage,
-                ready.layers,
-                (report.costs.forward + report.costs.backward) * microbatches,
-                report.wait,
-                report.costs.update,
-                ready.device,
-            )
-            for stage, (ready, report) in enumerate(zip(self._ready, reports, strict=True))
-        ]
-
-    def _link_records(self, reports: list[Step]) -> list[LinkRecord]:
-        before = self._crossed
-        self._crossed = _crossed({s: report.meters for s, report in enumerate(reports)})
-        moved = self._crossed - before
-        busy = self._busy(moved, _step_seconds(reports))
-        return [
-            LinkRecord(cut, forward, backward, _busiest(busy[cut : cut + 2]))
-            for cut, (forward, backward) in enumerate(moved.tolist())
-        ]
+        records, microbatches = [], self.settings.pipeline.microbatches
+        for stage, (ready, report) in enumerate(zip(self._ready, reports, strict=True)):
+            costs = report.costs
+            seconds = (costs.forward + costs.backward) * microbatches, report.wait, costs.update
+            records.append(StageRecord(stage, ready.layers, *seconds, ready.device))
+        return records
 
     @property
     def _is_finished(self) -> bool:
         return len(self._finished) == len(self._stages)
 
+    @property
     def _crossed_in_all(self) -> Crossed:
-        """Bytes of training that have left both ends of each cut; all, once stages have ended."""
-        latest = _crossed(self._meters) if self._is_finished else self._crossed
-        return self._crossed_before + latest
+        return self._crossed_before + self._crossed
 
     def _cuts(self) -> list[dict[str, Any]]:
         tokens = self._steps_run * self.settings.tokens_per_step
         rows, busy = [], self._uplinks_busy()
-        for cut, (forward, backward) in enumerate(self._crossed_in_all().tolist()):
+        for cut, (forward, backward) in enumerate(self._crossed_in_all.tolist()):
             if not tokens or not forward + backward:
                 continue  # within a process, where nothing is sent
             dense = BF16_BYTES * self.settings.model.dim
@@ -444,13 +399,13 @@ class Ledger:
         """What all stages have sent by the meters that they reported last, by kind of frame."""
         by_kind: Counter[str] = Counter()
         for moved in (moved for meters in self._meters.values() for moved in meters.values()):
-            for kind in moved["sent"].keys() - {"total"}:
-                by_kind[kind] += _sent(moved, (kind,))
+            by_kind.update({kind: _sent(moved, (kind,)) for kind in moved["sent"]})
+        del by_kind["total"]
         return by_kind
 
     def _uplinks_busy(self) -> list[float]:
         """Share of each uplink that training uses, by bytes per step and the steps that count."""
-        per_step, seconds = self._crossed_in_all() / max(1, self._steps_run), self._timed.seconds
+        per_step, seconds = self._crossed_in_all / max(1, self._steps_run), self._timed.seconds
         return self._busy(per_step, statistics.fmean(seconds) if seconds else 0.0)
 
     def _busy(self, crossed: Crossed, seconds: float) -> list[float]:
@@ -472,13 +427,10 @@ def bits_per_byte(loss: float, tokens: int, size: int) -> float | None:
     return loss / math.log(2) * tokens / size if size else None
 
 
-def _crossed(meters: Mapping[int, Meters]) -> Crossed:
+def _crossed(meters: Sequence[Meters]) -> Crossed:
     rows = [
-        (
-            _sent(meters[cut][f"cut-{cut}"], _FORWARD_KINDS),
-            _sent(meters[cut + 1][f"cut-{cut}"], _BACKWARD_KINDS),
-        )
-        for cut in range(len(meters) - 1)
+        (_sent(below[f"cut-{cut}"], _FORWARD_KINDS), _sent(above[f"cut-{cut}"], _BACKWARD_KINDS))
+        for cut, (below, above) in enumerate(itertools.pairwise(meters))
     ]
     return np.array(rows, int).reshape(-1, 2)
 
@@ -488,28 +440,18 @@ def _sent(moved: Moved, kinds: tuple[str, ...]) -> int:
     return sum(count["header_bytes"] + count["payload_bytes"] for count in counts)
 
 
-def _total_ratio(cuts: list[dict[str, Any]]) -> float | None:
-    """Bytes of bf16 dense both ways over all that training sent over the cuts, headers included."""
-    dense = sum(2 * row["bf16_bytes_per_token"] for row in cuts)
-    left = sum(r["forward_bytes_per_token"] + r["backward_bytes_per_token"] for r in cuts)
-    return dense / left if cuts else None
-
-
 class LossWatch:
-    """Hears the reports of a run's stages in order, and says when its loss explodes: is finite, and
-    far above its own past.
-
-    The training loss is noisy, so the median of the last steps counts, against what all but the
-    worst losses of the calmest stretch so far stayed below. Validations always score the same data,
-    so one counts against the best; but where the training loss stays below that, a run overfits.
+    """Hears the reports of a run in order, and says when its loss explodes: is finite, and far
+    above its own past. Training is noisy, so the median of the last steps counts, against what all
+    but the worst losses of the calmest stretch stayed below. Validations score the same data, so
+    one counts against the best; but where the training loss stays below that, a run overfits.
     """
 
     def __init__(self, best: float = math.inf):
         self.explosion = ""  # what is said of it, as long as it lasts
         self._best = best  # validation so far
         self._validation = -math.inf  # the last one
-        self._stretch: deque[float] = deque(maxlen=STRETCH)
-        self._latest: deque[float] = deque(maxlen=LATEST)
+        self._losses: deque[float] = deque(maxlen=STRETCH + LATEST)  # of the last steps
         self._calmest = math.inf  # what the losses of the calmest stretch stayed below
 
     def hear(self, report: Step | Evaluation) -> str:
@@ -520,12 +462,10 @@ class LossWatch:
             self._validation = report.loss
             self._best = min(self._best, report.loss)
         else:
-            if len(self._latest) == LATEST:
-                self._stretch.append(self._latest[0])
-            self._latest.append(report.loss)
-            if len(self._stretch) == STRETCH:
-                high = sorted(self._stretch)[-1 - STRETCH // WORST_SHARE]
-                self._calmest = min(self._calmest, high)
+            self._losses.append(report.loss)
+            if len(self._losses) == STRETCH + LATEST:
+                stretch = sorted([*self._losses][:STRETCH])
+                self._calmest = min(self._calmest, stretch[-1 - STRETCH // WORST_SHARE])
         trouble = self._trouble()
         if bool(trouble) == bool(self.explosion):
             return ""
@@ -534,9 +474,9 @@ class LossWatch:
         return self.explosion or f"the loss is back to where it was, at step {done}"
 
     def _trouble(self) -> str:
-        if not self._latest:
+        if not self._losses:
             return ""  # a validation alone may be of a run that has overfitted before
-        now = statistics.median(self._latest)
+        now = statistics.median([*self._losses][-LATEST:])
         if now > self._limit(self._calmest):
             return f"that of training is {now:.4g}, where it had stayed below {self._calmest:.4g}"
         if self._validation > self._limit(self._best) and now > self._best:

@@ -21,7 +21,7 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, ThinwireEr
 from thinwire.folders import replace_file
 from thinwire.lazy import needs
 from thinwire.report import Display, EvaluationRecord, MetricsWriter
-from thinwire.report.metrics import Curves, without_nan
+from thinwire.report.metrics import FILE_NAME, Curves, without_nan
 from thinwire.run import events as ev
 from thinwire.run.checkpoints import Checkpoints, origin_in
 from thinwire.run.ledger import Ledger, LossWatch, bits_per_byte
@@ -104,7 +104,8 @@ class RunRecord:
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
         self.is_over, self._closed = True, time.monotonic()
-        self._write_progress(is_last=True)
+        self._due = 0.0
+        self._write_progress()
         self._write(MetricsWriter.close)
 
     def pause(self) -> None:
@@ -126,13 +127,15 @@ class RunRecord:
         """Write the summary, then draw the plots; complain last about what was lost. `tell` is
         called before plots, where all is well. `beside_bytes`: what travelled beside cuts.
         """
-        steps, ledger = self.settings.train.steps, self.ledger
-        trouble = self._trouble()
+        steps, ledger, trouble = self.settings.train.steps, self.ledger, self._trouble()
         if trouble is None:
             self.checkpoints.end(ledger.done)
             tell()
-        latest, earlier = self.checkpoints.latest, Curves.read(self.folder).valid
+        latest, valid = self.checkpoints.latest, Curves.read(self.folder).valid
+        earlier = [(one.step, one.loss) for one in valid]
         logs = self.folder / "logs"  # absent where all stages are on other machines
+        paths = {"folder": self.folder, "checkpoint": latest, "metrics": self.folder / FILE_NAME}
+        paths |= {"logs": logs if logs.is_dir() else None, "plots": self.folder / "plots"}
         seconds = time.monotonic() - started
         summary = {
             **ledger.summary(seconds, self._began - started, earlier),
@@ -142,13 +145,7 @@ class RunRecord:
             "first_step": ledger.first_step,
             "steps_planned": steps,
             "interrupted": stop_asked and ledger.done < steps,
-            "paths": {
-                "folder": str(self.folder),
-                "checkpoint": str(latest) if latest else None,
-                "metrics": str(self.folder / "metrics.jsonl"),
-                "logs": str(logs) if logs.is_dir() else None,
-                "plots": str(self.folder / "plots"),
-            },
+            "paths": {name: str(path) if path else None for name, path in paths.items()},
         }
         text = json.dumps(without_nan(summary), indent=1, allow_nan=False)
         try:
@@ -172,15 +169,12 @@ class RunRecord:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             nonlocal asked
-            if self.is_over:
-                self._in_haste = True
-                if self._is_drawing:
-                    raise Interrupted
-                return
-            if asked:
+            self._in_haste |= self.is_over
+            if self._is_drawing or (asked and not self.is_over):
                 raise Interrupted
-            asked = True
-            ask_to_stop()
+            if not self.is_over:
+                asked = True
+                ask_to_stop()
 
         with heeding(on_signal):
             yield
@@ -255,10 +249,10 @@ class RunRecord:
             self.display.note(trouble)
         self._trouble_of_metrics = trouble
 
-    def _write_progress(self, is_last: bool = False) -> None:
+    def _write_progress(self) -> None:
         """Keep how the run works, for whoever looks on; in a hundredth of this thread's time."""
         began = time.monotonic()
-        if not self.has_begun or not self.ledger.records or (began < self._due and not is_last):
+        if began < self._due or not self.has_begun or not self.ledger.records:
             return
         with contextlib.suppress(Exception):  # what is only looked at must not end a run
             write_progress(self.folder, self.ledger.progress())

@@ -19,9 +19,8 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
 def heeding(on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Within, signals that ask a process to end call `on_signal`; for the main thread alone."""
     heeded = [signal.SIGINT, signal.SIGTERM]
-    hangup = getattr(signal, "SIGHUP", None)  # a closed terminal; nohup has it ignored
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        heeded.append(hangup)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        heeded.append(signal.SIGHUP)  # a closed terminal
     before = {number: signal.signal(number, on_signal) for number in heeded}
     try:
         yield

@@ -1,15 +1,14 @@
 """Where a run begins: its settings in a few lines, its data, and the weights that it goes on from.
 
-Every engine begins here (`opened`). A run that is resumed goes on from a checkpoint of its own
-(`open_resume`). A new run may take the weights of a checkpoint (`train.init_from`): they become its
-own checkpoint of step 0, made stage by stage (`make_start`), from which it is resumed. Step count,
-data order, moments and codecs begin anew.
+A run that is resumed goes on from a checkpoint of its own (`open_resume`). A new run may take the
+weights of a checkpoint (`train.init_from`): they become its own checkpoint of step 0, made stage by
+stage (`make_start`), from which it is resumed. Steps, data order, moments and codecs begin anew.
 """
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -66,13 +65,11 @@ def opened(
 
 def describe(settings: Settings) -> list[str]:
     """What a run is, in a few lines: its size, and the settings that are not at their defaults."""
-    weights, stages = model_weights(settings), settings.pipeline.stages
+    weights = model_weights(settings)
     frozen = f", {weights.trained:,} of them trained," if settings.lora.rank else ""
-    first = (
-        f"{settings.run.name}: {weights.count:,} parameters{frozen} in {stages} stages, "
-        f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens, "
-        f"hash {settings.hash}"
-    )
+    size = f"{weights.count:,} parameters{frozen} in {settings.pipeline.stages} stages"
+    steps = f"{settings.train.steps} steps of {settings.tokens_per_step:,} tokens"
+    first = f"{settings.run.name}: {size}, {steps}, hash {settings.hash}"
     asked, defaults = settings.relaxed().to_plain(), Settings().to_plain()
     changed = [
         f"{section}.{key} = {value}"
@@ -98,18 +95,16 @@ def prepare_data(
         own = Tokenizer.load(weights.tokenizer)
         is_older = any(own.id_of(token) is None for token in RESERVED)  # today's would be another
         if settings.train.init_from or is_older:
-            config = dataclasses.replace(config, tokenizer=str(weights.tokenizer))
-    told = functools.partial(display.progress, unit="B")
+            config = replace(config, tokenizer=str(weights.tokenizer))
+    told = partial(display.progress, unit="B")
     data = prepare(config, settings.model.vocab, cache_folder(), told)
     display.phase("data", data.summary())
     for note in data.notes:
         display.note(note)
     Feed(data, settings, torch.device("cpu"))  # too little of it is refused here, not later
     if resumed and (corpus := resumed.manifest["corpus"]) != data.fingerprint:
-        raise CheckpointError(
-            f"{resumed.folder} was trained on another corpus (fingerprint {corpus}, now "
-            f"{data.fingerprint}): resume with the same data"
-        )
+        other = f"another corpus (fingerprint {corpus}, now {data.fingerprint})"
+        raise CheckpointError(f"{resumed.folder} was trained on {other}: resume with the same data")
     return data
 
 
@@ -163,15 +158,12 @@ def _refuse_changes(checkpoint: Checkpoint, settings: Settings) -> None:
     if changed:
         is_same_model = not any(place.startswith("model.") for place in changed)
         way = _anew(checkpoint) if is_same_model else "Start a new run instead"
-        raise ConfigError(
-            f"cannot resume {checkpoint.folder} with other values of {', '.join(changed)} (in the "
-            f"checkpoint: {changed}): the weights depend on them. {way}"
-        )
+        values = f"other values of {', '.join(changed)} (in the checkpoint: {changed})"
+        what = f"cannot resume {checkpoint.folder} with {values}"
+        raise ConfigError(f"{what}: the weights depend on them. {way}")
     if checkpoint.step >= settings.train.steps:
-        raise ConfigError(
-            f"{checkpoint.folder} has done {checkpoint.step} steps already: raise train.steps "
-            f"(now {settings.train.steps}) to continue"
-        )
+        done, most = f"{checkpoint.folder} has done {checkpoint.step} steps", settings.train.steps
+        raise ConfigError(f"{done} already: raise train.steps (now {most}) to continue")
 
 
 def _inexact(saved: Settings, settings: Settings) -> list[str]:
@@ -214,18 +206,15 @@ def open_origin(
         return None
     place = expanded(settings.train.init_from, "train.init_from")
     if (place / "config.json").is_file():
-        raise CheckpointError(
-            f"train.init_from = {place} is a Hugging Face folder: make a checkpoint of it first, "
-            f"`thinwire import {place} --to models/NAME`"
-        )
+        way = f"make a checkpoint of it first, `thinwire import {place} --to models/NAME`"
+        raise CheckpointError(f"train.init_from = {place} is a Hugging Face folder: {way}")
     origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     _refuse_other_model(origin, settings)
     _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
-        raise ConfigError(
-            f"{origin.folder} cannot become a model with boundary.mode = "
-            f'"{settings.boundary.mode}": {why}. Use dense or projected'
-        )
+        mode = f'boundary.mode = "{settings.boundary.mode}"'
+        what = f"{origin.folder} cannot become a model with {mode}"
+        raise ConfigError(f"{what}: {why}. Use dense or projected")
     for note in notes + _notes(origin, adopted(settings, origin.settings)):
         display.note(note)
     if origin.tokenizer is not None and not settings.data.tokenizer:
@@ -241,22 +230,19 @@ def adopted(settings: Settings, saved: Settings) -> Settings:
     model, boundary, pipeline = settings.model, settings.boundary, settings.pipeline
     train = settings.train
     if not train.init_from:
-        train = dataclasses.replace(train, init_from=saved.train.init_from)
+        train = replace(train, init_from=saved.train.init_from)
     if train.init_from:
-        model = dataclasses.replace(model, embed_std=saved.model.embed_std)
-        if boundary.mode == saved.boundary.mode or (
-            boundary.is_constrained and saved.boundary.is_constrained
-        ):
-            boundary = dataclasses.replace(boundary, basis_seed=saved.boundary.basis_seed)
+        model = replace(model, embed_std=saved.model.embed_std)
+        are_constrained = boundary.is_constrained and saved.boundary.is_constrained
+        if are_constrained or boundary.mode == saved.boundary.mode:
+            boundary = replace(boundary, basis_seed=saved.boundary.basis_seed)
     now, then = (
         (s.model.layers, s.pipeline.stages, s.boundary.mode, s.boundary.free_layers)
         for s in (settings, saved)
     )
     if not pipeline.split and now == then and all(map(are_cuts_learned, (settings, saved))):
-        pipeline = dataclasses.replace(pipeline, split=saved.pipeline.split)
-    return dataclasses.replace(
-        settings, model=model, boundary=boundary, pipeline=pipeline, train=train
-    )
+        pipeline = replace(pipeline, split=saved.pipeline.split)
+    return replace(settings, model=model, boundary=boundary, pipeline=pipeline, train=train)
 
 
 def keys_for(place: str) -> list[str]:
@@ -272,7 +258,7 @@ def make_start(
     origin: Checkpoint, settings: Settings, folder: Path, data: Corpus, display: Display
 ) -> Checkpoint:
     """The checkpoint of step 0 of a new run, with the weights of its origin, stage by stage."""
-    eager = dataclasses.replace(settings, run=dataclasses.replace(settings.run, compile=False))
+    eager = replace(settings, run=replace(settings.run, compile=False))
     builder = StageBuilder(eager, torch.device("cpu"))
     transfer = Transfer(origin, builder)
     shards, stages = [], settings.pipeline.stages
@@ -283,13 +269,17 @@ def make_start(
         state = StageState(StageUpdate(builder, stage, index))
         shards.append(write_shard(partial_folder(folder, 0), index, state.shard()))
         display.progress("start", index + 1, stages, "stages from earlier weights")
-    versions = {"weight_version": 0, "basis_version": 0}
-    seal = {SEAL: content_hash(origin.manifest)}
-    source = {"path": str(origin.folder), "step": origin.step, **seal}
-    facts = {**facts_of(settings, data, {}), **versions, ORIGIN: source}
+    source = {"path": str(origin.folder), "step": origin.step, SEAL: content_hash(origin.manifest)}
+    facts = facts_of(settings, data, {}) | {ORIGIN: source}
     made = commit(folder, 0, shards, facts, data.tokenizer(), data.template())
-    for note in _found(transfer, origin):
-        display.note(note)
+    if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
+        display.note(f"not in {origin.folder}, so they start anew: {', '.join(fresh)}")
+    if transfer.lost > MOST_LOST:
+        display.note(
+            f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "
+            "it and are lost (relative size): that ruins a trained model. Use boundary.mode = "
+            '"dense" or "projected", or train from the start'
+        )
     display.phase("start", f"weights of {origin.folder} (step {origin.step}) in {made}")
     return Checkpoint.open(made, allow_plugins=True)
 
@@ -302,26 +292,22 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
         if key not in FREE and value != now[key] and not (key == "vocab" and value < now[key])
     ]
     if differing:
-        raise ConfigError(
-            f"the model of {origin.folder} has another shape: {', '.join(differing)}. Set these "
-            "keys as it has them; model.vocab may only grow"
-        )
+        shape = f"the model of {origin.folder} has another shape: {', '.join(differing)}"
+        raise ConfigError(f"{shape}. Set these keys as it has them; model.vocab may only grow")
 
 
 def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
     """Ids must stand for the same text, else trained weights mean nothing."""
-    asked = settings.data.tokenizer
-    if origin.tokenizer is None:
-        if not asked and settings.data.source != "tokens":
-            raise DataError(
-                f"{origin.folder} holds no tokenizer, so text cannot be given the ids that its "
-                "weights know: set data.tokenizer to the one that its token ids were made with"
-            )
-        return
-    if asked and not Tokenizer.load(asked).has_vocabulary_of(Tokenizer.load(origin.tokenizer)):
+    asked, own = settings.data.tokenizer, origin.tokenizer
+    if own is None and not asked and settings.data.source != "tokens":
         raise DataError(
-            f"data.tokenizer = {asked} has another vocabulary than {origin.tokenizer}, which the "
-            "weights were trained with: leave data.tokenizer empty to use that one"
+            f"{origin.folder} holds no tokenizer, so text cannot be given the ids that its weights "
+            "know: set data.tokenizer to the one that its token ids were made with"
+        )
+    if asked and own and not Tokenizer.load(asked).has_vocabulary_of(Tokenizer.load(own)):
+        raise DataError(
+            f"data.tokenizer = {asked} has another vocabulary than {own}, which the weights were "
+            "trained with: leave data.tokenizer empty to use that one"
         )
 
 
@@ -329,10 +315,8 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     saved, notes = origin.settings, []
     if settings.model.vocab > saved.model.vocab:
         stay = ", and stay so: lora.rank = 0 would train them" if settings.lora.rank else ""
-        notes.append(
-            f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}: the rows of "
-            f"new tokens start anew{stay}"
-        )
+        grows = f"model.vocab grows from {saved.model.vocab} to {settings.model.vocab}"
+        notes.append(f"{grows}: the rows of new tokens start anew{stay}")
     if settings.model.context > saved.model.context:
         notes.append(
             f"model.context = {settings.model.context} is longer than the {saved.model.context} "
@@ -341,26 +325,12 @@ def _notes(origin: Checkpoint, settings: Settings) -> list[str]:
     before, now = (projected_cuts(s).values() for s in (saved, settings))
     if gone := {*before} - {*now}:
         blocks = ", ".join(str(block) for block, _ in sorted(gone))
-        notes.append(
-            f"{origin.folder} was trained with projected cuts, which this run has no more before "
-            f"block {blocks}: its loss starts higher than it ended"
-        )
+        gone_cuts = f"projected cuts, which this run has no more before block {blocks}"
+        higher = "its loss starts higher than it ended"
+        notes.append(f"{origin.folder} was trained with {gone_cuts}: {higher}")
     if {*now} - {*before}:
         notes.append(
             f"the cuts of this run are new to {origin.folder}, and their random basis drops most "
             'of what crosses, which ruins a trained model: boundary.mode = "dense" keeps all of it'
-        )
-    return notes
-
-
-def _found(transfer: Transfer, origin: Checkpoint) -> list[str]:
-    notes = []
-    if fresh := [name for name in transfer.fresh if not is_adapter(name)]:
-        notes.append(f"not in {origin.folder}, so they start anew: {', '.join(fresh)}")
-    if transfer.lost > MOST_LOST:
-        notes.append(
-            f"{100 * transfer.lost:.1f} % of the weights that the subspace is to hold lie outside "
-            "it and are lost (relative size): that ruins a trained model. Use boundary.mode = "
-            '"dense" or "projected", or train from the start'
         )
     return notes

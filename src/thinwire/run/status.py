@@ -1,9 +1,7 @@
 """How a run over several machines stands: noted as it goes on, told to all peers, shown on request.
 
 The host notes what stages say (`Standing`), shows it on its own screen and in a few numbers on
-those of its peers (`SharedDisplay`). Whoever asks on the machine of a host or of a peer (alive.py)
-gets a `StatusReport`, as data or as tables. A host also answers to kick, to invite, and whether
-others reach it (`HostConsole`); a peer also to leave.
+those of its peers (`SharedDisplay`), and answers who asks on its machine (`HostConsole`).
 """
 
 import dataclasses
@@ -21,14 +19,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.engine.checkpoint import list_checkpoints, step_of
 from thinwire.engine.reports import Audited, Step
-from thinwire.errors import ConfigError, WireError, printable
+from thinwire.errors import ConfigError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
 from thinwire.report.table import plain_table
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook, Invite
+from thinwire.run.alive import Handler
+from thinwire.run.checkpoints import last_checkpoint
 from thinwire.run.formation import Formation
 from thinwire.run.members import Member, Members, one_line
 from thinwire.run.record import read_progress
@@ -39,9 +38,6 @@ RUN_NEWS_SECONDS, PROGRESS_NEWS_SECONDS = 10.0, 60.0  # between two words on all
 MOST_WORDS = 200  # characters of what a peer says of itself, as others are told it
 TRY_SECONDS = 10.0  # for peers to look from outside
 UNREACHED = "cannot be reached"  # the state of a peer whose connection is lost and may come back
-
-# Answers one kind of request; a ThinwireError becomes an answer that says why not.
-Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def audit_text(found: Audited) -> str:
@@ -61,17 +57,6 @@ def doubt_text(stage: int, holder: str, standby: str, found: Audited) -> str:
         f"computes: the {found.tensor} of step {found.step}, microbatch {found.microbatch}, {size} "
         f"({allowed}). One of the two computes wrongly"
     )
-
-
-def status_from_plain(values: dict[str, Any]) -> msg.StatusReport:
-    """A report that another process gave; WireError if this version does not know its form."""
-    try:
-        return msgspec.convert(values, msg.StatusReport)
-    except msgspec.ValidationError as error:
-        raise WireError(
-            f"the run gave its status in a form that this version does not know ({error}): use the "
-            "version that it was started with"
-        ) from None
 
 
 @dataclass
@@ -94,7 +79,7 @@ class Standing:
     standbys: dict[tuple[int, ...], str] = field(default_factory=dict)  # by what they follow
     last_step: StepRecord | None = None
     audits: dict[str, Audited] = field(default_factory=dict)  # what members that stand by found
-    _state: str = "starting"
+    _state: str = "starting"  # while it waits for nothing
     _waiting_for: str = ""
     _waiting_since: float = 0.0
     _stages: dict[int, tuple[float, str]] = field(default_factory=dict)  # heard when, doing what
@@ -114,7 +99,7 @@ class Standing:
         with self._lock:
             if not self._waiting_for:
                 self._waiting_since = self._now()
-            self._waiting_for, self._state = what, "waiting"
+            self._waiting_for = what
 
     def stepped(self, step: StepRecord) -> None:
         """A step was made."""
@@ -149,14 +134,8 @@ class Standing:
         with self._lock:
             return self._stages.get(stage, (0.0, ""))
 
-    def report(
-        self,
-        epoch: int,
-        seats: list[str],
-        peers: list[msg.PeerStatus],
-        last_checkpoint: int | None = None,
-    ) -> msg.StatusReport:
-        """How the run stands now, with these peers in these seats."""
+    def report(self, epoch: int, seats: list[str]) -> msg.StatusReport:
+        """How the run stands now with these members in its seats, about which it says nothing."""
         with self._lock:
             waiting_for, since = self._waiting_for, self._waiting_since
             links, down = [], list[tuple[float, str]]()
@@ -175,13 +154,11 @@ class Standing:
                 run=self.run,
                 run_id=self.run_id,
                 role="host",
-                state=self._state,
+                state="waiting" if self._waiting_for else self._state,
                 time=self._now(),
                 epoch=epoch,
                 waiting_for=waiting_for,
                 waiting_since=since if waiting_for else 0.0,
-                last_checkpoint=last_checkpoint,
-                peers=peers,
                 links=links,
             ).after(self.last_step)
 
@@ -251,12 +228,8 @@ class HostConsole:
 
     def handlers(self) -> dict[str, Handler]:
         """For a `ControlSocket`."""
-        return {
-            "status": lambda request: self._report().to_plain(),
-            "kick": self._kick,
-            "invite": self._make_invite,
-            "outside": self._outside,
-        }
+        asked = {"kick": self._kick, "invite": self._make_invite, "outside": self._outside}
+        return {"status": lambda request: self._report(), **asked}
 
     def tell_members(self, is_over: Callable[[float], bool]) -> None:
         """Have members know what the host's page shows, again and again until it `is_over`."""
@@ -276,14 +249,15 @@ class HostConsole:
         """How the run stands. Words that peers chose may name addresses: members are not told."""
         formation, settings, cut = self.formation(), self.settings(), msgspec.structs.replace
         peers = [self._peer(member, formation, settings) for member in self.members.all()]
-        last = max(map(step_of, list_checkpoints(settings.run.folder)), default=None)
-        report = self.standing.report(formation.epoch, formation.seats, peers, last)
-        if not for_members:
-            kicked = [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
-            return cut(report, peers=peers + kicked)
-        peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
-        waiting_for = report.waiting_for.partition(" (")[0][:MOST_WORDS]
-        return cut(report, peers=peers, waiting_for=waiting_for)
+        report = self.standing.report(formation.epoch, formation.seats)
+        waiting_for = report.waiting_for
+        if for_members:
+            peers = [cut(peer, state=peer.state.partition(": ")[0][:MOST_WORDS]) for peer in peers]
+            waiting_for = waiting_for.partition(" (")[0][:MOST_WORDS]
+        else:
+            peers += [msg.PeerStatus(p.name, "kicked") for p in self.book.peers() if p.kicked]
+        last = last_checkpoint(settings.run.folder)
+        return cut(report, waiting_for=waiting_for, last_checkpoint=last, peers=peers)
 
     def _peer(self, member: Member, formation: Formation, settings: Settings) -> msg.PeerStatus:
         heard = time.time() - (time.monotonic() - member.heard)
@@ -299,20 +273,12 @@ class HostConsole:
             doings = dict.fromkeys(what or "starting" for what in doing)
             heard, state = max(heard, *words), "; ".join(doings)
         if member.hello is not None:
-            machine = dataclasses.replace(
-                member.hello.machine,
-                name=member.name,
-                device=one_line(member.hello.machine.device, 60),
-                reachable=member.is_reachable,
-            )
-        return msg.PeerStatus(
-            name=member.name,
-            state="away" if machine is None else UNREACHED if member.is_down else state,
-            stages=stages,
-            blocks=blocks_text(settings, stages),
-            last_word=heard,
-            machine=machine,
-        )
+            machine, name = member.hello.machine, member.name
+            device, is_open = one_line(machine.device, 60), member.is_reachable
+            machine = dataclasses.replace(machine, name=name, device=device, reachable=is_open)
+        state = "away" if machine is None else UNREACHED if member.is_down else state
+        blocks = blocks_text(settings, stages)
+        return msg.PeerStatus(member.name, state, stages, blocks, heard, machine=machine)
 
     def _kick(self, request: dict[str, Any]) -> dict[str, Any]:
         name = str(request.get("peer"))
@@ -321,11 +287,9 @@ class HostConsole:
         for other in also:
             self.members.kick(other)
         kicked = [name, *also]
-        text = (
-            f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run and "
-            "not let in again, nor is anybody new by the same invite; `thinwire invite` makes "
-            "another"
-        )
+        who = f"{', '.join(kicked)} {'was' if len(kicked) == 1 else 'were'} removed from the run"
+        others_too = "nor is anybody new by the same invite; `thinwire invite` makes another"
+        text = f"{who} and not let in again, {others_too}"
         for stage in (stage for stage, name in enumerate(seats) if name in kicked):
             text += f"; stage {stage} gets another peer"
         if others and not also:
@@ -364,33 +328,23 @@ def blocks_text(settings: Settings, stages: list[int]) -> str:
 def status_table(report: msg.StatusReport) -> RenderableType:
     """The report for a person."""
     peers = sorted(report.peers, key=lambda p: (not p.stages, p.stages, p.name))
-    heads: tuple[str, ...] = ("peer", "stages", "blocks", "state", ">last word")
-    seats = [
-        (
-            f"{peer.name} (here)" if peer.is_this_machine else peer.name,
-            ", ".join(map(str, peer.stages)),
-            peer.blocks,
-            peer.state,
-            f"{duration(report.time - peer.last_word)} ago" if peer.last_word else "",
-        )
-        for peer in peers
-    ]
+    seats, machines = [], []
+    for peer in peers:
+        name, stages = peer.name, ", ".join(map(str, peer.stages))
+        here = f"{name} (here)" if peer.is_this_machine else name
+        heard = f"{duration(report.time - peer.last_word)} ago" if peer.last_word else ""
+        seats.append((here, stages, peer.blocks, peer.state, heard))
+        if (has := peer.machine) is not None:
+            rate = human_flops(has.tflops * 1e12) if has.tflops else ""
+            memory = human_bytes(has.memory_bytes) if has.memory_bytes else ""
+            speeds = f"{has.mbps_up:,.0f} / {has.mbps_down:,.0f}" if has.mbps_up else ""
+            trip = f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else ""
+            found = rate, memory, speeds, trip, "yes" if has.reachable else "no"
+            machines.append((name, printable(has.device, 60), *found))
+    heads = ["peer", "stages", "blocks", "state", ">last word"]
     parts = [_facts(report), *_table("Peers", heads, seats)]
-    heads = ("peer", "device", ">rate", ">free\nmemory", ">up / down\nMbit/s", ">round\ntrip",
-             "has\na door")  # fmt: skip
-    machines = [
-        (
-            peer.name,
-            printable(has.device, 60),
-            human_flops(has.tflops * 1e12) if has.tflops else "",
-            human_bytes(has.memory_bytes) if has.memory_bytes else "",
-            f"{has.mbps_up:,.0f} / {has.mbps_down:,.0f}" if has.mbps_up else "",
-            f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else "",
-            "yes" if has.reachable else "no",
-        )
-        for peer in peers
-        if (has := peer.machine) is not None
-    ]
+    measured = [">rate", ">free\nmemory", ">up / down\nMbit/s", ">round\ntrip"]
+    heads = ["peer", "device", *measured, "has\na door"]
     parts += _table("Machines, as they measured themselves", heads, machines)
     links = []
     for link in report.links:
@@ -399,15 +353,17 @@ def status_table(report: msg.StatusReport) -> RenderableType:
         trip = f"{link.round_trip_ms:,.3g} ms" if link.round_trip_ms else ""
         ends = f"{link.below} - {link.above}"
         links.append((str(link.cut), ends, link.way or "not connected", *shown, trip))
-    heads = ("cut", "between", "way", ">forward", ">backward", ">round\ntrip")
+    heads = ["cut", "between", "way", ">forward", ">backward", ">round\ntrip"]
     parts += _table("Links", heads, links)
     return Group(*parts, *(Text(f"note: {printable(note)}") for note in report.notes))
 
 
 def _table(
-    title: str, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]
+    title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]
 ) -> list[RenderableType]:
-    """A table of what others say, as text: a terminal obeys nothing of it. None without rows."""
+    """A table of what others say, as text: a terminal obeys nothing of it. None without rows. A
+    column of numbers has a > before its head.
+    """
     table = plain_table(title)
     for head in heads:
         is_number = head.startswith(">")

@@ -5,9 +5,9 @@
                       not learned whole one bit each, and how many are learned in the step--
 
 A stage asks only for what it reads, some steps before it reads it. A validation comes again and
-again, so its ids are kept, up to a limit. The host answers on threads of its own, one request of a
-stage at a time: any microbatch of this run, and nothing else. The corpus's fingerprint becomes a
-part of the links' contract, as if the corpus were there.
+again, so its ids are kept, up to a limit. The host answers on the link's threads: any microbatch of
+this run, and nothing else. The corpus's fingerprint is a part of the links' contract, as if it were
+there.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import math
 import struct
 import threading
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, TypeGuard
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -77,20 +77,20 @@ def _request(at: At, columns: Columns) -> Frame:
     return Frame(FrameKind.TOKENS, step=step, microbatch=number, weight_version=side, codec=columns)
 
 
-def _place(frame: Frame) -> At | None:
-    """Which microbatch a frame is about; None for no side."""
-    places: dict[int, At] = {0: (frame.step, frame.microbatch), 1: frame.microbatch}
-    return places.get(frame.weight_version)
+def _place(frame: Frame, steps: int, microbatches: int, validations: int) -> At | None:
+    """Which microbatch of a run a frame is about; None for none."""
+    side, step, number = frame.weight_version, frame.step, frame.microbatch
+    if side == 0 and step < steps and number < microbatches:
+        return step, number
+    return number if side == 1 and number < validations else None
 
 
 class TokenIds(NamedTuple):
-    """What has come of a microbatch: its ids, and where not all targets are learned, and they are
-    read, which are, and how many in its step.
-    """
+    """What has come of a microbatch; where not all targets are learned, also which and how many."""
 
     ids_BW: np.ndarray
     learned_BT: np.ndarray | None
-    learned_count: int | None
+    learned_count: int | None  # in its step
 
 
 class TokenServer:
@@ -98,18 +98,14 @@ class TokenServer:
 
     def __init__(self, pipe: Pipe, data: Corpus, settings: Settings, meter: Meter | None = None):
         self.meter = meter or Meter()
-        self._steps, self._microbatches = settings.train.steps, settings.pipeline.microbatches
         self._type = data.train.dtype
         self._source = source = CorpusTokens(data, settings, settings.train.eval_batches)
+        steps, microbatches = settings.train.steps, settings.pipeline.microbatches
+        self._places = steps, microbatches, source.validation_count
         self._is_masked = data.train_learned is not None
-        facts = CorpusFacts(
-            source.fingerprint,
-            source.example_count,
-            source.validation_count,
-            *source.validation_text,
-            self._type.itemsize,  # type: ignore[arg-type]
-            self._is_masked,
-        )
+        sizes = source.example_count, source.validation_count, *source.validation_text
+        known: Any = source.fingerprint, *sizes, self._type.itemsize, self._is_masked
+        facts = CorpusFacts(*known)
         said = {"config_hash": settings.hash}
         handshake(pipe, said | msgspec.structs.asdict(facts), said, _GREETING_S, self.meter)
         self.link = Link(pipe, self.meter, "token ids", 0)
@@ -121,18 +117,12 @@ class TokenServer:
         columns = Columns(asked.codec & 3)
         if asked.kind is not FrameKind.TOKENS or columns != asked.codec or not columns:
             raise WireError(f"a {asked.kind.name} frame does not ask for token ids")
-        if not self._has(at := _place(asked)):
-            raise WireError(
-                f"microbatch {asked.microbatch} of step {asked.step} is not in this run"
-            )
+        if (at := _place(asked, *self._places)) is None:
+            which = f"microbatch {asked.microbatch} of step {asked.step}"
+            raise WireError(f"{which} is not in this run")
         shape, payload = self._answer(at, columns)
         self.link.wait_for_room(_MOST_UNSENT)
         self.link.send(dataclasses.replace(asked, shape=shape, payload=payload))
-
-    def _has(self, at: At | None) -> TypeGuard[At]:
-        if isinstance(at, tuple):
-            return at[0] < self._steps and at[1] < self._microbatches
-        return at is not None and at < self._source.validation_count
 
     def _answer(self, at: At, columns: Columns) -> tuple[tuple[int, ...], bytes]:
         """The shape of what is read of a microbatch, and all that is sent of it."""
@@ -171,14 +161,13 @@ class FetchedCorpus(TokenSource):
         self._steps, self._vocab = settings.train.steps, settings.model.vocab
         self._microbatches = settings.pipeline.microbatches
         self._columns, self._context = columns_read(settings, stage), settings.model.context
-        # With both columns one more id: the target of the last position.
-        self._shape = settings.microbatch_size, self._context + len(self._columns) - 1
+        reads_all = self._columns == Columns.INPUTS | Columns.TARGETS
+        self._shape = (settings.microbatch_size, self._context + reads_all)
         is_masked = facts.masked and Columns.TARGETS in self._columns
         self._targets = settings.microbatch_size * self._context if is_masked else 0
         self._most_learned = settings.train.batch * self._context
         self._changed = threading.Condition()  # guards all that follows
-        self._asked: set[At] = set()  # here, or on their way
-        self._answers: dict[At, TokenIds] = {}
+        self._ids: dict[At, TokenIds | None] = {}  # None: they are on their way
         self._failure: WireError | None = None
         self._id_bytes = math.prod(self._shape) * facts.id_bytes
         bits = -(-self._targets // 8) + _COUNT.size if self._targets else 0
@@ -191,7 +180,7 @@ class FetchedCorpus(TokenSource):
 
     def is_due(self, at: At) -> bool:
         with self._changed:
-            return bool(self._columns) and at not in self._answers
+            return bool(self._columns) and self._ids.get(at) is None
 
     def read(self, at: At) -> Tokens:
         ids_BW, learned_BT, count = self._obtain(at)
@@ -211,19 +200,19 @@ class FetchedCorpus(TokenSource):
         with self._changed:
             self._forget_before(at)
             for ahead in self._coming(at):
-                if ahead not in self._asked:
-                    self._asked.add(ahead)
+                if ahead not in self._ids:
+                    self._ids[ahead] = None
                     try:
                         self.link.send(_request(ahead, self._columns))
                     except WireError as error:
                         self._failure = self._failure or error
-            self._changed.wait_for(lambda: self._failure or at in self._answers)
-            if at not in self._answers:
+            self._changed.wait_for(lambda: self._failure or self._ids.get(at))
+            if (found := self._ids.get(at)) is None:
                 which = f"validation batch {at}"
                 if isinstance(at, tuple):
                     which = f"microbatch {at[1]} of step {at[0] + 1}"
                 raise WireError(f"token ids of {which} cannot be had: {self._failure}")
-            return self._answers[at]
+            return found
 
     def _coming(self, at: At) -> list[At]:
         """A microbatch and those that are read after it."""
@@ -235,18 +224,16 @@ class FetchedCorpus(TokenSource):
 
     def _forget_before(self, at: At) -> None:
         """Earlier steps are over. A validation is kept for the next one, if not too large."""
-        if isinstance(at, int):
-            kept = sum(a.ids_BW.nbytes for k, a in self._answers.items() if isinstance(k, int))
-            before = {k for k in self._asked if isinstance(k, int) and k < at}
-            gone: set[At] = {*before} if kept > KEPT_BYTES else set()
-        else:
-            gone = {k for k in self._asked if isinstance(k, tuple) and k[0] < at[0]}
-        self._asked -= gone
-        for old in gone:
-            self._answers.pop(old, None)
+        first = at if isinstance(at, int) else (at[0], 0)
+        alike = [key for key in self._ids if type(key) is type(at)]
+        if isinstance(at, tuple) or len(alike) * self._id_bytes > KEPT_BYTES:
+            for key in alike:
+                if key < first:  # type: ignore[operator]  # they are alike
+                    del self._ids[key]
 
     def _on_ids(self, frame: Frame) -> None:
-        if frame.kind is not FrameKind.TOKENS or (at := _place(frame)) is None:
+        at = _place(frame, self._steps, self._microbatches, self.validation_count)
+        if frame.kind is not FrameKind.TOKENS or at is None:
             raise WireError(f"a {frame.kind.name} frame came among token ids")
         payload, size = memoryview(frame.payload), self._bytes
         if (frame.shape, frame.codec, payload.nbytes) != (self._shape, self._columns, size):
@@ -263,8 +250,8 @@ class FetchedCorpus(TokenSource):
             if not 0 < here <= count <= self._most_learned:
                 raise WireError(f"a microbatch with {here} learned tokens came, of {count} in all")
         with self._changed:
-            if at in self._asked:  # else it came too late for the step that it was for
-                self._answers[at] = TokenIds(ids_BW, learned_BT, count)
+            if at in self._ids:  # else it came too late for the step that it was for
+                self._ids[at] = TokenIds(ids_BW, learned_BT, count)
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:

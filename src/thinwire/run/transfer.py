@@ -1,12 +1,10 @@
 """Files that travel between a host and its peers: in pieces, resumable, hashed, at a bounded rate.
 
-One end says which file it wants and what it has of it (`take`); the other sends the rest, or says
-why it cannot (`give`). What has arrived is kept in a part file, so a transfer whose connection was
-lost goes on where it stopped, also in another process.
+One end says which file it wants and from where on (`take`); the other sends the rest, or says why
+not (`serve_files`). What has arrived is kept in a part file, also for another process.
 
-- *Shards to the host.* Each stage writes its shard on its own machine and reports it. The host
-  fetches it while training goes on (`ShardCollector`), at a bounded share of the member's uplink
-  (`ShardSender`). All stages of one step travel at a time; of steps that wait, the newest is next.
+- *Shards to the host*, which fetches them while training goes on (`ShardCollector`), at a bounded
+  share of the member's uplink (`ShardSender`): those of one step at a time, then the newest.
 - *The state of a stage to who takes its seat* (`SeatServer`, `fetch_seat`): its own stage's file,
   and of others only the tensors that it needs. What this machine has already is not sent again.
 """
@@ -18,7 +16,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +27,6 @@ from safetensors.torch import save_file
 
 from thinwire.engine.checkpoint import (
     MANIFEST,
-    SEAL,
     Checkpoint,
     Count,
     Facts,
@@ -41,17 +39,11 @@ from thinwire.engine.checkpoint import (
 )
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.state import names_for_stage
-from thinwire.errors import (
-    BreachError,
-    CheckpointError,
-    ConfigError,
-    ThinwireError,
-    WireError,
-    printable,
-)
+from thinwire.errors import BreachError, CheckpointError, ConfigError, WireError, printable
 from thinwire.folders import flush, put_in_place, write_file
 from thinwire.run.events import Travelled
 from thinwire.run.machine import free_disk
+from thinwire.run.protocol import OF_NO_STEP
 from thinwire.settings import Settings
 from thinwire.wire import Frame, FrameKind, Meter, Pipe, decode, encode
 from thinwire.wire.door import Allowance
@@ -147,41 +139,33 @@ def uplink_share(mbps: float) -> float:
     return max(mbps, LEAST_MBPS) if mbps > 0 else 0.0
 
 
-def serve_files(
-    talk: Talk, find: Callable[[Want], Path | None], rate: Allowance | None = None
-) -> None:
+def serve_files(talk: Talk, find: Callable[[Want], Path], rate: Allowance | None = None) -> None:
     """Send what the other end asks for, or say why not, until it closes; WireError if that breaks.
     `rate` may change at any time: it is the share of an uplink that training leaves to files.
     """
     while (want := talk.hear()) is not None:
         if not isinstance(want, Want):
             raise BreachError("a file was not asked for but sent")
-        path = find(want)
-        if path is None or not path.is_file():
-            which = f"stage {want.stage} and step {want.step}"
-            talk.say(Refusal(f"there is no such file of {which} here"))
-            continue
-        give(talk, want, path, rate)
+        try:
+            _give(talk, want, find(want), rate)
+        except OSError as error:
+            which = f"the file of stage {want.stage} and step {want.step}"
+            talk.say(Refusal(f"{which} cannot be had: {error.strerror}"))
 
 
-def give(talk: Talk, want: Want, path: Path, rate: Allowance | None = None) -> None:
-    """Send the file at `path` from the offset asked for, or say why not."""
-    name = f"{path.name} of step {want.step}"
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
-                raise OSError(0, f"it has {size} bytes")
-            for offset in range(file.seek(want.offset), size, PIECE_BYTES):
-                piece = file.read(PIECE_BYTES)
-                if len(piece) != min(PIECE_BYTES, size - offset):
-                    raise OSError(0, "it was changed meanwhile")
-                if rate is not None:
-                    time.sleep(rate.book(len(piece), time.monotonic()))
-                number = offset // PIECE_BYTES
-                talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
-    except OSError as error:
-        talk.say(Refusal(f"{name} cannot be had: {error.strerror}"))
+def _give(talk: Talk, want: Want, path: Path, rate: Allowance | None) -> None:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size != want.bytes or want.offset > size or want.offset % PIECE_BYTES:
+            raise OSError(0, f"it has {size} bytes")
+        for offset in range(file.seek(want.offset), size, PIECE_BYTES):
+            piece = file.read(PIECE_BYTES)
+            if len(piece) != min(PIECE_BYTES, size - offset):
+                raise OSError(0, "it was changed meanwhile")
+            if rate is not None:
+                time.sleep(rate.book(len(piece), time.monotonic()))
+            number = offset // PIECE_BYTES
+            talk.send(Frame(FrameKind.PIECE, want.stage, number, payload=piece))
 
 
 def take(
@@ -190,16 +174,13 @@ def take(
     """Complete `part` until it is the file that is wanted, which may be sent twice; CheckpointError
     says why that cannot be. WireError: the connection is lost, and `part` holds what has come.
     """
-    found = ""
     for _ in ("first", "second"):
         _complete(talk, want, part, progress)
-        found = sha256_of(part)
-        if found == want.sha256:
+        if (found := sha256_of(part)) == want.sha256:
             return
         part.unlink()
-    raise OtherContentError(
-        f"it arrived with the hash {found[:12]} instead of {want.sha256[:12]}, twice"
-    )
+    hashes = f"{found[:12]} instead of {want.sha256[:12]}"
+    raise OtherContentError(f"it arrived with the hash {hashes}, twice")
 
 
 def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None]) -> None:
@@ -211,20 +192,16 @@ def _complete(talk: Talk, want: Want, part: Path, progress: Callable[[int], None
         file.truncate(have)
         rest, free = want.bytes - have, shutil.disk_usage(part.parent).free
         if rest and rest + SPARE_BYTES > free:
-            raise CheckpointError(
-                f"{rest:,} bytes do not fit into {part.parent}: {free:,} are free there, and "
-                f"{SPARE_BYTES >> 20} MiB are to stay free. Free some space"
-            )
+            what = f"{rest:,} bytes do not fit into {part.parent}: {free:,} are free"
+            raise CheckpointError(f"{what}, and {SPARE_BYTES:,} stay so. Free some space")
         progress(have)
         if rest:
             talk.say(msgspec.structs.replace(want, offset=have))
         while have < want.bytes:
             piece = talk.expect(Frame, "the rest of a file", SILENCE_S)
-            size, due = len(piece.payload), min(PIECE_BYTES, want.bytes - have)
-            if piece.step != have // PIECE_BYTES:
+            due = have // PIECE_BYTES, min(PIECE_BYTES, want.bytes - have)
+            if (piece.step, len(piece.payload)) != due:
                 raise BreachError("the other end sent another piece than the one that was due")
-            if size != due:
-                raise BreachError(f"the other end sent a piece of {size} bytes, not {due}")
             have += file.write(piece.payload)
             progress(have)
     flush(part)
@@ -248,67 +225,72 @@ def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
     return partial_folder(run_folder, step) / f"stage-{stage}.safetensors"
 
 
+@dataclass
 class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
 
-    `limits`: the most bytes of each stage's shard. `objection`: why a file is not the part that a
-    stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`: seconds
-    without a byte of the checkpoint under way, before it is given up; 0 = never. `on_progress` gets
-    the bytes of all its shards that are here, and in all.
+    `limits`: the most bytes of each stage's shard. `objection_to`: why a file is not the part that
+    a stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`:
+    seconds without a byte of the checkpoint under way, before it is given up; 0 = never.
+    `on_progress` gets the bytes of all its shards that are here, and in all.
     """
 
-    def __init__(
-        self,
-        run_folder: Path,
-        limits: Collection[int],
-        objection: Callable[[int, ShardWritten, Path], str],
-        tell: Callable[[Travelled], None],
-        patience: float = 900.0,
-        meter: Meter | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ):
-        self.meter = meter or Meter()
-        self._run_folder, self._incoming = run_folder, incoming_folder(run_folder)
-        self._limits, self._objection_to, self._patience = list(limits), objection, patience
-        self._tell, self._on_progress = tell, on_progress
-        self._fetching = [threading.Lock() for _ in self._limits]  # one at a time writes a part
-        self._changed = threading.Condition()  # guards all that follows
-        self._announced: dict[int, dict[int, ShardWritten]] = {}  # by step and stage
-        self._given_up: dict[int, str] = {}  # steps, and why: parts of them may still be announced
-        self._current: int | None = None  # the step whose shards travel
-        self._missing: set[int] = set()  # its stages whose shards are not here
-        self._have: dict[int, int] = {}  # bytes of its shards that are here, by stage
-        self._closed = False
-        self._moved_at = time.monotonic()
-        if patience:
+    run_folder: Path
+    limits: Sequence[int]
+    objection_to: Callable[[int, ShardWritten, Path], str]
+    tell: Callable[[Travelled], None]
+    patience: float = 900.0
+    meter: Meter = field(default_factory=Meter)
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    _changed: threading.Condition = field(default_factory=threading.Condition)  # guards the rest
+    # By step and stage, shards that are not here; None: others hold the stage, and write another.
+    _due: dict[int, dict[int, ShardWritten | None]] = field(default_factory=dict)
+    # Steps, and why: parts of them may still be announced.
+    _given_up: dict[int, str] = field(default_factory=dict)
+    _current: int = OF_NO_STEP  # whose shards travel
+    _total: int = 0  # bytes of all its shards
+    _have: dict[int, int] = field(default_factory=dict)  # ... that are here, by stage
+    _closed: bool = False
+    _moved_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._incoming = incoming_folder(self.run_folder)
+        self._fetching = [threading.Lock() for _ in self.limits]  # one at a time writes a part
+        if self.patience:
             threading.Thread(target=self._watch, name="thinwire shards", daemon=True).start()
 
     def announce(self, stage: int, written: ShardWritten) -> None:
         """A stage says that it has written its shard of a step."""
-        step, size, most, objection = written.step, written.shard.bytes, self._limits[stage], ""
-        if not 0 < size <= most:
-            reported = f"stage {stage} reported a shard of {size:,} bytes"
-            objection = f"{reported}, but its state takes at most {most:,}"
+        step, size, most = written.step, written.shard.bytes, self.limits[stage]
         with self._changed:
-            self._announced.setdefault(step, {})[stage] = written
-            if objection:
-                self._tell(Travelled(stage, step, objection, at_fault=True))
-            if reason := self._given_up.get(step, objection):
-                self._give_up(step, reason)
+            due = self._due.setdefault(step, {})
+            if step != self._current or stage in due:  # else it is here, of who held the stage
+                due[stage] = written
+            if not 0 < size <= most:
+                reported = f"stage {stage} reported a shard of {size:,} bytes"
+                objection = f"{reported}, but its state takes at most {most:,}"
+                self.tell(Travelled(stage, step, objection, at_fault=True))
+                self._given_up.setdefault(step, objection)
+            if step in self._given_up:
+                self.give_up(step, self._given_up[step])
             self._choose()
 
     def give_up(self, step: int, reason: str) -> None:
         """The checkpoint of a step cannot be had: fetch none of its shards."""
         with self._changed:
-            self._give_up(step, reason)
+            self._given_up.setdefault(step, reason)
+            due = self._due.pop(step, {})
+            for stage in sorted(stage for stage, written in due.items() if written):
+                self.tell(Travelled(stage, step, reason))
+            if step == self._current:
+                self._current = OF_NO_STEP
             self._choose()
 
     def retract(self, stages: Collection[int]) -> None:
         """Others hold these stages now: what was not fetched, they write and announce again."""
         with self._changed:
-            for step, parts in self._announced.items():
-                for stage in stages if step != self._current else self._missing & {*stages}:
-                    parts.pop(stage, None)
+            for due in self._due.values():
+                due.update(dict.fromkeys(due.keys() & {*stages}))
 
     def forget(self) -> None:
         """The run is complete: nothing that has arrived of shards is of use any more."""
@@ -336,70 +318,58 @@ class ShardCollector:
         """The shard that a member is asked for next; None once all is over."""
         with self._changed:
             while not self._closed:
-                announced = self._announced.get(-1 if self._current is None else self._current, {})
-                if waiting := self._missing & {*held()} & announced.keys():
-                    return min(waiting), announced[min(waiting)]
+                due = self._due.get(self._current, {})
+                for stage in sorted(held()):
+                    if written := due.get(stage):
+                        return stage, written
                 self._changed.wait()
             return None
 
     def _fetch(self, talk: Talk, member: str, stage: int, written: ShardWritten) -> None:
         """Fetch a shard, open it, and put it where its checkpoint is made; or say why not."""
         step, shard, whose = written.step, written.shard, f"the shard of stage {stage}"
-        part = self._incoming / f"stage-{stage}-{step}-{shard.sha256}.part"
+        part = self._incoming / f"stage-{stage}-{shard.sha256}.part"
         try:
-            for other in self._incoming.glob(f"stage-{stage}-*.part"):
-                if other != part and other.name.endswith(f"-{shard.sha256}.part"):
-                    other.rename(part)
-                elif other != part:
-                    other.unlink()
+            for other in {*self._incoming.glob(f"stage-{stage}-*.part")} - {part}:
+                other.unlink()
             want = Want(step, stage, shard.sha256, shard.bytes)
             take(talk, want, part, lambda done: self._note_progress(step, stage, done))
-            if refused := self._objection_to(stage, written, part):
+            if refused := self.objection_to(stage, written, part):
                 part.unlink()
                 raise OtherContentError(f"it is not its state: {refused}")
-            place = _shard_file(self._run_folder, step, stage)
+            place = _shard_file(self.run_folder, step, stage)
             place.parent.mkdir(parents=True, exist_ok=True)
             _link_or_copy(part, place)  # it stays, in case this epoch ends before the others came
         except (CheckpointError, ConfigError) as error:
             reason = f"{whose} from {member}: {error}"
             if isinstance(error, OtherContentError):
-                self._tell(Travelled(stage, step, reason, at_fault=True))
+                self.tell(Travelled(stage, step, reason, at_fault=True))
             self.give_up(step, reason)
         except OSError as error:
             self.give_up(step, f"{whose} cannot be kept: {error}")
         else:
-            self._arrive(step, stage, written)
-
-    def _arrive(self, step: int, stage: int, written: ShardWritten) -> None:
-        with self._changed:
-            if step != self._current or stage not in self._missing:
-                return
-            if self._announced[step].get(stage) is not written:
-                return  # of who held the stage before
-            self._missing.discard(stage)
-            self._tell(Travelled(stage, step))
-            if not self._missing:
-                self._current = None
-                self._announced.pop(step)
-                self._choose()
-
-    def _give_up(self, step: int, reason: str) -> None:
-        self._given_up.setdefault(step, reason)
-        for stage in sorted(self._announced.pop(step, {})):
-            if step != self._current or stage in self._missing:
-                self._tell(Travelled(stage, step, reason))
-        if step == self._current:
-            self._current, self._missing = None, set()
+            with self._changed:
+                due = self._due.get(step, {})
+                if due.get(stage) is not written:
+                    return  # of who held the stage before
+                del due[stage]
+                self.tell(Travelled(stage, step))
+                if not due:
+                    del self._due[step]
+                    self._current = OF_NO_STEP
+                    self._choose()
 
     def _choose(self) -> None:
         """If none is under way: the newest checkpoint of which all stages have written theirs."""
-        whole = [s for s, parts in self._announced.items() if len(parts) == len(self._limits)]
-        if self._current is None and whole:
-            newest = max(whole)
-            for older in sorted(step for step in self._announced if step < newest):
-                self._give_up(older, f"that of step {newest} came due before it could be sent")
-            self._current, self._missing = newest, set(range(len(self._limits)))
-            self._have, self._moved_at = {}, time.monotonic()
+        every = len(self.limits)
+        whole = [step for step, due in self._due.items() if sum(map(bool, due.values())) == every]
+        if self._current == OF_NO_STEP and whole:
+            self._current, self._moved_at = max(whole), time.monotonic()
+            parts = filter(None, self._due[self._current].values())
+            self._have, self._total = {}, sum(part.shard.bytes for part in parts)
+            for older in sorted(step for step in self._due if step < self._current):
+                why = f"that of step {self._current} came due before it could be sent"
+                self.give_up(older, why)
         self._changed.notify_all()
 
     def _note_progress(self, step: int, stage: int, done: int) -> None:
@@ -409,21 +379,19 @@ class ShardCollector:
                 # The rest would keep the uplink from what is wanted now; the member dials again.
                 raise WireError(f"the checkpoint of step {step} is no longer waited for")
             self._have[stage] = done
-            total = sum(part.shard.bytes for part in self._announced[step].values())
             here = sum(self._have.values())
-        self._on_progress(here, total)
+        self.on_progress(here, self._total)
 
     def _watch(self) -> None:
         """Give a checkpoint up of which nothing has come for too long."""
         with self._changed:
             while not self._closed:
-                self._changed.wait(min(1.0, self._patience / 4))
+                self._changed.wait(min(1.0, self.patience / 4))
                 quiet = time.monotonic() - self._moved_at
-                if self._current is not None and quiet > self._patience:
-                    which = ", ".join(f"stage {stage}" for stage in sorted(self._missing))
+                if (due := self._due.get(self._current)) and quiet > self.patience:
+                    which = ", ".join(f"stage {stage}" for stage in sorted(due))
                     reason = f"nothing of the shard of {which} has come for {quiet:.0f} s"
-                    self._give_up(self._current, reason)
-                    self._choose()
+                    self.give_up(self._current, reason)
 
 
 class ShardSender:
@@ -439,7 +407,7 @@ class ShardSender:
     def keep_serving(self, connect: Callable[[], Pipe]) -> None:
         """Serve one connection after the other until `close`; on a thread of its own."""
         while not self._closed.is_set():
-            with contextlib.suppress(ThinwireError):
+            with contextlib.suppress(WireError):
                 self.serve(connect())
             self._closed.wait(REDIAL_S)
 
@@ -473,34 +441,30 @@ class ShardSender:
         return _shard_file(self._run_folder, want.step, want.stage)
 
 
+@dataclass
 class SeatServer:
-    """On the host: says which files each stage needs of a checkpoint, and sends them. Where the run
-    goes on meanwhile it may be removed: then `on_gone` is called, and the connection ends.
+    """On the host: says which files each stage needs of a checkpoint, and sends them. Once a run
+    that goes on has removed it, `on_gone` is called, and the connection ends.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: Settings,
-        meter: Meter | None = None,
-        on_gone: Callable[[], None] | None = None,
-    ):
-        self.meter, self._on_gone = meter or Meter(), on_gone
-        self._checkpoint, self._settings = checkpoint, settings
-        folder = checkpoint.folder.resolve()
-        self._extracts = folder.with_name(f".extracts-{folder.name}")
-        self._lock = threading.Lock()
-        # By its stages, the files of a seat, and what a manifest says of them.
-        self._seats: dict[tuple[int, ...], dict[Path, Shard]] = {}
+    checkpoint: Checkpoint
+    settings: Settings
+    meter: Meter = field(default_factory=Meter)
+    on_gone: Callable[[], None] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # By its stages, the files of a seat, and what a manifest says of them.
+    _seats: dict[tuple[int, ...], dict[Path, Shard]] = field(default_factory=dict)
 
     def serve(self, pipe: Pipe, stages: tuple[int, ...]) -> None:
         """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
         talk = Talk(pipe, self.meter)
 
-        def find(want: Want) -> Path | None:
+        def find(want: Want) -> Path:
             self._look()
-            files = self._seats.get(stages, {}).items()
-            return next((path for path, shard in files if shard.sha256 == want.sha256), None)
+            for path, shard in self._seats.get(stages, {}).items():
+                if shard.sha256 == want.sha256:
+                    return path
+            raise FileNotFoundError(0, "it is not of that seat")
 
         try:
             seat = self._seat(stages)
@@ -512,9 +476,14 @@ class SeatServer:
 
     def _look(self) -> None:
         """WireError where the checkpoint is kept no more."""
-        if self._on_gone is not None and not self._checkpoint.folder.is_dir():
-            self._on_gone()
-            raise WireError(f"the checkpoint of step {self._checkpoint.step} is kept no more")
+        if self.on_gone is not None and not self.checkpoint.folder.is_dir():
+            self.on_gone()
+            raise WireError(f"the checkpoint of step {self.checkpoint.step} is kept no more")
+
+    @property
+    def _extracts(self) -> Path:
+        folder = self.checkpoint.folder.resolve()
+        return folder.with_name(f".extracts-{folder.name}")
 
     def close(self) -> None:
         """Remove what was extracted."""
@@ -524,20 +493,20 @@ class SeatServer:
         try:
             with self._lock:
                 if stages not in self._seats:
-                    names = self._checkpoint.names()
-                    needed = (names_for_stage(self._settings, stage, names) for stage in stages)
+                    names = self.checkpoint.names()
+                    needed = (names_for_stage(self.settings, stage, names) for stage in stages)
                     self._seats[stages] = dict(self._files(stages[0], set().union(*needed)))
         except (CheckpointError, OSError, safetensors.SafetensorError) as error:
             return Refusal(f"the host cannot read its checkpoint: {error}")
-        left_out = ("tokenizer_sha256", "template_sha256", SEAL)
-        kept = {k: v for k, v in self._checkpoint.manifest.items() if k not in left_out}
+        left_out = ("tokenizer_sha256", "template_sha256")
+        kept = {k: v for k, v in self.checkpoint.manifest.items() if k not in left_out}
         kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
         return SeatFiles(sealed(kept))
 
     def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
         """The files that hold what stages need; of those that hold more, just that."""
-        for shard in self._checkpoint.shards:
-            whole, names = self._checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
+        for shard in self.checkpoint.shards:
+            whole, names = self.checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
             if len(names) == len(shard.tensors):
                 yield whole, shard
             elif names:
@@ -566,21 +535,16 @@ def fetch_seat(
         shards = _checked_manifest(manifest, plugins)
         which = ", ".join(map(str, stages))
         if (size := sum(shard.bytes for shard in shards)) > limit:
-            raise CheckpointError(
-                f"the host offers {size:,} bytes as the state of stage {which}, which takes at "
-                f"most {limit:,} with the settings of this run: nothing of it is fetched"
-            )
+            offer = f"the host offers {size:,} bytes as the state of stage {which}"
+            most = f"which takes at most {limit:,} with the settings of this run"
+            raise CheckpointError(f"{offer}, {most}: nothing of it is fetched")
         # The names end in that of the first stage, for a machine may hold others too.
-        step, folder = manifest["step"], checkpoints_folder(run_folder)
-        partial, name = folder / f".fetching-{min(stages)}", f"step-{step:08d}-{min(stages)}"
+        step, first, folder = manifest["step"], min(stages), checkpoints_folder(run_folder)
+        partial, final = folder / f".fetching-{first}", folder / f"step-{step:08d}-{first}"
         parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
-        _make_room(folder, partial, parts)
+        _make_room(partial, parts)
         done = 0
         for part, shard in parts.items():
-            same = (file for file in _alike(folder, shard) if sha256_of(file) == shard.sha256)
-            if (own := next(same, None)) is not None:
-                _link_or_copy(own, part)
-                flush(part)
             want, before = Want(step, 0, shard.sha256, shard.bytes), done
             try:
                 take(talk, want, part, lambda n, before=before: progress(before + n, size))  # type: ignore[misc]
@@ -590,15 +554,13 @@ def fetch_seat(
         for part, shard in parts.items():
             part.rename(partial / shard.file)
         write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-        for earlier in folder.glob(f"step-*-{min(stages)}"):
+        for earlier in folder.glob(f"step-*-{first}"):
             shutil.rmtree(earlier)
-        put_in_place(partial, folder / name)
-        return Checkpoint.open(folder / name).folder
+        put_in_place(partial, final)
+        return Checkpoint.open(final).folder
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint cannot be kept in {run_folder}: {error}. Free some space, or choose "
-            "another folder"
-        ) from error
+        lost = f"the checkpoint cannot be kept in {run_folder}: {error}"
+        raise CheckpointError(f"{lost}. Free some space, or choose another folder") from error
     finally:
         pipe.close()
 
@@ -612,36 +574,31 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
             raise ValueError("it names a file twice")
     except ValueError as error:
-        raise CheckpointError(
-            f"the host's manifest cannot be used: {printable(str(error), 200)}"
-        ) from None
+        why = printable(str(error), 200)
+        raise CheckpointError(f"the host's manifest cannot be used: {why}") from None
     if unknown := named - set(plugins):
         names = ", ".join(sorted(printable(name, 80) for name in unknown))
-        raise CheckpointError(
-            f"the host's checkpoint names plugins, which are code: {names}. If you trust them, "
-            "join with --allow-plugin NAME for each"
-        )
+        code = f"the host's checkpoint names plugins, which are code: {names}"
+        raise CheckpointError(f"{code}. If you trust them, join with --allow-plugin NAME for each")
     return checked.shards
 
 
-def _make_room(folder: Path, partial: Path, parts: dict[Path, Shard]) -> None:
-    """Remove other parts, and refuse what takes more than half of what is free."""
+def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
+    """Remove other parts, use what is here, refuse what takes more than half of the free disk."""
     partial.mkdir(parents=True, exist_ok=True)
     for path in {*partial.iterdir()} - parts.keys():
         path.unlink()
-    missing = [shard for shard in parts.values() if not any(_alike(folder, shard))]
-    here = sum(part.stat().st_size for part in partial.iterdir())
-    rest, free = sum(shard.bytes for shard in missing) - here, free_disk(partial)
-    if rest > free // 2:
+    rest = 0
+    for part, shard in parts.items():
+        for own in partial.parent.glob("*step-*/stage-*.safetensors"):
+            with contextlib.suppress(OSError):  # it has just been removed
+                if own.stat().st_size == shard.bytes and sha256_of(own) == shard.sha256:
+                    _link_or_copy(own, part)
+                    flush(part)
+        rest += shard.bytes - (part.stat().st_size if part.exists() else 0)
+    if rest > (free := free_disk(partial)) // 2:
         raise CheckpointError(
-            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in {folder}: "
-            "the run leaves half of them free. Free some space, or join with another --folder"
+            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in "
+            f"{partial.parent}: the run leaves half of them free. Free some space, or join with "
+            "another --folder"
         )
-
-
-def _alike(folder: Path, shard: Shard) -> Iterator[Path]:
-    """Shards of that size that this machine has written or fetched."""
-    for path in folder.glob("*step-*/stage-*.safetensors"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_size == shard.bytes:
-                yield path

@@ -1,7 +1,4 @@
-"""A run that can be watched: its display also keeps the story, and serves the page of its folder.
-
-`thinwire host`, `train` and `join` put it around the display of the terminal.
-"""
+"""A run that can be watched: its display keeps the story too, and serves the page of its folder."""
 
 import contextlib
 import functools
@@ -21,7 +18,6 @@ from thinwire.folders import replace_file
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
-from thinwire.web.page import make_page
 from thinwire.web.server import WebServer
 
 if TYPE_CHECKING:
@@ -42,27 +38,25 @@ class _Kept(msgspec.Struct):
 
 class Followed(Display, contextlib.AbstractContextManager["Followed"]):
     """Shows a run on a terminal, keeps what happens in its folder, and serves the page of it.
-
     `listen`: an address, "" for the usual one, "off" for no page. `role`: "train", "host", "join".
     `prompt`: what the model continues at each checkpoint; "" for nothing.
     """
 
     def __init__(self, shown: Display, listen: str, role: str, prompt: str = ""):
-        self._shown, self._role, self._prompt = shown, role, prompt
+        self._shown, self._listen, self._prompt = shown, listen, prompt
+        self._is_host = role == "host"
         self._sampler: Sampler | None = None
+        self._held = contextlib.ExitStack()  # its server and its sampler
         self._tell: Callable[[str, str], None] = lambda *said: None  # before there is a folder
-        self._folder, self._serves = Path(), listen != OFF
-        # An address that was asked for is refused before the run begins.
-        asked = listen not in ("", OFF)
-        self._server = WebServer(self._page, listen) if asked else None
 
     def opened(self, folder: Path) -> None:
-        self._folder, self._tell = folder, functools.partial(tell, folder)
+        if self._listen != OFF:
+            self._serve(folder)
+        self._tell = functools.partial(tell, folder)
         self._tell("begin", "started")
         if self._prompt:
             self._sampler = Sampler(self._prompt, folder, self._tell_everybody)
-        if self._serves:
-            self._serve()
+            self._held.callback(self._sampler.close)
 
     def phase(self, tag: str, text: str) -> None:
         self._shown.phase(tag, text)
@@ -83,46 +77,44 @@ class Followed(Display, contextlib.AbstractContextManager["Followed"]):
         error = raised[1]
         text = f"failed: {error}" if error is not None else "ended in good order"
         self._tell("end", "stopped by its user" if isinstance(error, KeyboardInterrupt) else text)
-        if self._sampler is not None:
-            self._sampler.close()
-        if self._server is not None:
-            self._server.close()
+        self._held.close()
 
     def _tell_everybody(self, kind: str, text: str) -> None:
         self._tell(kind, text)
         self.share(kind, text)
 
-    def _serve(self) -> None:
-        place, kept, is_host = self._folder / _KEPT, _Kept(), self._role == "host"
+    def _serve(self, folder: Path) -> None:
+        place, kept, listen = folder / _KEPT, _Kept(), self._listen
         with contextlib.suppress(OSError, ValueError):  # also bytes that are no text
-            kept = msgspec.json.decode(place.read_bytes(), type=_Kept) if is_host else kept
+            kept = msgspec.json.decode(place.read_bytes(), type=_Kept) if self._is_host else kept
+        usual = f"{USUAL_HOST}:{kept.port or USUAL_PORT}"
+        page = functools.partial(_make_page, [folder], is_own=True)
         try:
-            if self._server is None:
-                listen = f"{USUAL_HOST}:{kept.port or USUAL_PORT}"
-                self._server = WebServer(self._page, listen, takes_next_port=True)
-        except ConfigError as error:  # the page is a convenience, the run is not
-            self._shown.note(f"no page for the browser: {error}")
+            server = WebServer(page, listen or usual, kept.token, takes_next_port=not listen)
+        except ConfigError as error:
+            if listen:
+                raise
+            self._shown.note(f"no page for the browser: {error}")  # it is a convenience
             return
-        server = self._server
-        server.token = kept.token or server.token
-        if is_host:
+        if self._is_host:
             with contextlib.suppress(OSError):
                 kept = _Kept(server.token, server.port)
                 replace_file(place, msgspec.json.encode(kept), private=True)
-        server.start()
+        self._held.enter_context(server)
         # Elsewhere nobody reads without the token; here it is for what a host alone may do.
-        needs_token = is_host or not server.is_private
+        needs_token = self._is_host or not server.is_private
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
-    def _page(self) -> "ASGIApp":
-        return make_page([self._folder], is_own=True)
+
+def _make_page(folders: list[Path], is_own: bool = False) -> "ASGIApp":
+    from thinwire.web import page  # slow
+
+    return page.make_page(folders, is_own)
 
 
 class Sampler:
-    """Tells what the newest checkpoint writes, one text at a time: always behind the same words.
-
-    The weights are whole in a checkpoint alone. So another process reads that, at the lowest
-    priority and on one core, and ends with the run.
+    """Tells what the newest checkpoint writes behind the same words, one text at a time. Another
+    process reads it, at the lowest priority and on one core, and ends with the run.
     """
 
     def __init__(self, prompt: str, folder: Path, tell: Callable[[str, str], None]):
@@ -156,17 +148,15 @@ class Sampler:
                 shutil.rmtree(kept, ignore_errors=True)
 
     def _write(self, checkpoint: Path, step: int) -> None:
-        words = ["generate", str(checkpoint), "--prompt", self._prompt, "--tokens", str(TOKENS)]
+        command = [sys.executable, "-P", "-m", "thinwire", "generate", str(checkpoint)]
+        command += ["--prompt", self._prompt, "--tokens", str(TOKENS)]
+        none, pipe = subprocess.DEVNULL, subprocess.PIPE
+        one_core = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self._lock:
             if self._is_over:
                 return
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "thinwire", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                command, stdin=none, stdout=pipe, stderr=pipe, text=True, env=one_core
             )
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
         text, errors = self._process.communicate()
@@ -180,11 +170,10 @@ def watch(folders: list[Path], listen: str) -> None:
     """Serve the page of these runs until Ctrl-C."""
     for folder in folders:
         if not any((folder / name).exists() for name in (FILE_NAME, "config.toml", ".lock")):
-            raise ConfigError(
-                f"{folder} holds no run: name the folder of one, which has a {FILE_NAME}"
-            )
+            which = f"name the folder of one, which has a {FILE_NAME}"
+            raise ConfigError(f"{folder} holds no run: {which}")
     place = listen or f"{USUAL_HOST}:{USUAL_PORT}"
-    server = WebServer(lambda: make_page(folders), place, takes_next_port=not listen)
+    server = WebServer(lambda: _make_page(folders), place, takes_next_port=not listen)
     with server, contextlib.suppress(KeyboardInterrupt), heeding(leave_at_once):
         print(f"watch {', '.join(map(str, folders))} at {server.address_with_token}")
         print("Ctrl-C ends the page, not the run.")

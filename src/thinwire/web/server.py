@@ -2,10 +2,7 @@
 
 On loopback everybody on the machine may read. On any other address, and for whatever an application
 keeps to its owner (`has_token`), a request shows the token of the server's address. Pages of other
-sites get nothing: a browser says which host it was asked for and which page asks.
-
-The libraries behind it are imported when the first connection comes: a run that nobody looks at
-pays for a listening socket alone.
+sites get nothing. The libraries behind it are imported when the first connection comes.
 """
 
 import errno
@@ -40,12 +37,10 @@ _HEADERS = {
 
 
 class WebServer:
-    """Serves what `make_app` makes on the server's thread, from `start` to `close`.
-
-    `listen`: HOST:PORT, port 0 for any free one; with `takes_next_port` the next free one, where
-    that is in use. `token`: what a request outside loopback has to show if it `needs_token`; one is
-    drawn if none is given. `patience`: seconds that answers under way get to end in when it is
-    closed.
+    """Serves what `make_app` makes on the server's thread, from `start` to `close`. `listen`:
+    HOST:PORT, port 0 for any free one; with `takes_next_port` the next one, where it is in use.
+    `token`: what requests outside loopback have to show if it `needs_token`; "" draws one.
+    `patience`: seconds for answers under way to end in when it is closed.
     """
 
     def __init__(
@@ -63,15 +58,11 @@ class WebServer:
         host, self.port = self._socket.getsockname()[:2]
         self.is_private = is_loopback(host)
         self.address = f"http://{outside_address(host, self.port)}/"
+        self.address_with_token = f"{self.address}?token={self.token}"  # may do everything
         self._wake, self._woken = socket.socketpair()
         self._server: uvicorn.Server | None = None
-        self._lock, self._is_over = threading.Lock(), False
+        self._is_over = False
         self._thread = threading.Thread(target=self._serve, name="thinwire web", daemon=True)
-
-    @property
-    def address_with_token(self) -> str:
-        """What its owner opens: the address that may do everything."""
-        return f"{self.address}?token={self.token}"
 
     def start(self) -> "WebServer":
         """Answer from now on."""
@@ -80,10 +71,9 @@ class WebServer:
 
     def close(self) -> None:
         """Answer no more, and free the port. May be called twice."""
-        with self._lock:
-            is_first, self._is_over = not self._is_over, True
-        if not is_first:
+        if self._is_over:
             return
+        self._is_over = True
         self._wake.send(b".")
         if self._server is not None:
             self._server.should_exit = True
@@ -111,17 +101,13 @@ class WebServer:
             proxy_headers=False, server_header=False, date_header=False,
             limit_concurrency=MOST_CONNECTIONS, timeout_graceful_shutdown=self._patience,
         )  # fmt: skip
-        server = uvicorn.Server(config)
-        with self._lock:
-            if self._is_over:
-                return
-            self._server = server
-        server.run(sockets=[self._socket])
+        self._server = uvicorn.Server(config)
+        if not self._is_over:  # `close` says so before it looks for a server to end
+            self._server.run(sockets=[self._socket])
 
 
 def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> "ASGIApp":
     """The application behind the guards. `is_private`: it can be reached from this machine alone.
-
     An address with the right token sets a cookie, and leads to the same address without it.
     """
     from starlette.datastructures import MutableHeaders
@@ -151,10 +137,9 @@ def guarded(app: "ASGIApp", token: str, is_private: bool, needs_token: bool) -> 
             query = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
             # One slash: two would lead to another site.
             place = "/" + urllib.parse.quote(request.url.path.lstrip("/"))
-            page = RedirectResponse(f"{place}?{urllib.parse.urlencode(query)}".rstrip("?"), 303)
+            answer = RedirectResponse(f"{place}?{urllib.parse.urlencode(query)}".rstrip("?"), 303)
             # Lax: also a link in a letter opens the page, and no other site's page can act by it.
-            page.set_cookie(cookie, token, 31_536_000, httponly=True, samesite="lax")
-            answer = page
+            answer.set_cookie(cookie, token, 31_536_000, httponly=True, samesite="lax")
         await answer(scope, receive, send_with_headers)
 
     return guard
@@ -178,10 +163,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _refusal(request: "Request", is_welcome: bool, is_private: bool) -> str:
-    """Why a request is refused; empty if it is not.
-
-    A name of another site that leads here (DNS rebinding) is caught by the host that was asked
-    for, a page of another site by its origin. Who shows the token may use any name.
+    """Why a request is refused; empty if it is not. A name of another site that leads here (DNS
+    rebinding) is caught by the host that was asked for, a page of another site by its origin.
     """
     host, origin = request.headers.get("host", ""), request.headers.get("origin")
     if origin is not None and origin.lower().rpartition("://")[2] != host.lower():
@@ -197,11 +180,9 @@ def _refusal(request: "Request", is_welcome: bool, is_private: bool) -> str:
 
 
 def _listening(host: str, port: int, takes_any: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family, both = socket.AF_INET6 if ":" in host else socket.AF_INET, host == "::"
     try:
-        return socket.create_server(
-            (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
-        )
+        return socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         if is_taken and takes_any:
