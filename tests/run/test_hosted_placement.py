@@ -438,7 +438,7 @@ def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(
         way = [Route(proxy.address)]
         order = msg.Assignment([0], ana.identity, {}, "", "", generation=1, host=way)
         settings = make_settings(link__outage=0.5)
-        far = Peer(order, {}, 0, lambda message: None)._far_corpus(settings)
+        far = Peer(order, {}, 0, lambda message: None)._data(settings)
         far.wait(0)
         proxy.is_refusing = True
         proxy.cut()
