@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 import thinwire
 from thinwire.data import Tokenizer
 from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.chat import Chat, ChatTemplate
+from thinwire.data.chat import JINJA, Chat, ChatTemplate
 from thinwire.data.sources import read_json
 from thinwire.engine.build import Joined, choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
 from thinwire.hf.cuts import WithCuts, config_with_cuts
 from thinwire.hf.folder import (
     BESIDE,
@@ -44,9 +44,11 @@ from thinwire.hf.shape import config_of, kind_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.layers import UP, is_adapter
+from thinwire.paths import expanded
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of
+from thinwire.settings import Settings
 
 CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
@@ -103,7 +105,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
         )
     with new_folder(wanted.folder) as folder:
         settings = weights.settings
-        ends = write_tokenizer(folder, source, tokenizer, settings.model.context)
+        ends = write_tokenizer(folder, source, tokenizer, settings)
         config = {
             **(config_with_cuts(settings) if why_not else config_of(settings.model)),
             # Said even if there are none, or the class of the model names some of its own; but not
@@ -150,17 +152,26 @@ def tokenizer_of(checkpoint: Checkpoint, given: Path | None = None) -> tuple[Pat
     return path, tokenizer
 
 
-def write_tokenizer(folder: Path, source: Path, own: Tokenizer, context: int) -> dict[str, Any]:
+def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -> dict[str, Any]:
     """Copy a tokenizer.json with what stands beside it, and make what does not; returns where a
     text begins and ends, in ids.
     """
     shutil.copyfile(source, folder / TOKENIZER)
-    for path in map(source.with_name, BESIDE):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+    places, chosen = [source], run.data.tokenizer
+    # Training copies the tokenizer and its chat template; what else came with it, such as ways of
+    # sampling, is where `data.tokenizer` found it.
+    with contextlib.suppress(ThinwireError):
+        if chosen and Tokenizer.load(chosen).digest == own.digest:
+            places.append(expanded(chosen, "data.tokenizer"))
+    for name in BESIDE:
+        # A template from elsewhere would come before the one in a nearer config.
+        is_said = name == JINJA and source.with_name(TOKENIZER_CONFIG).is_file()
+        paths = (place.with_name(name) for place in (places[:1] if is_said else places))
+        if (path := next(filter(Path.is_file, paths), None)) is not None:
+            shutil.copyfile(path, folder / name)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
+        "model_max_length": run.model.context,
         "clean_up_tokenization_spaces": False,
     }
     if (end := own.end_of_text) is not None:
@@ -171,7 +182,7 @@ def write_tokenizer(folder: Path, source: Path, own: Tokenizer, context: int) ->
         return read_json(folder / GENERATION)
     ends = {end} if end is not None else set()
     with contextlib.suppress(DataError):  # no chat template, or one for another program
-        ends |= Chat(own, ChatTemplate.chosen("tokenizer", source)).end_ids
+        ends |= Chat(own, ChatTemplate.chosen("tokenizer", folder / TOKENIZER)).end_ids
     known: dict[str, Any] = {}
     if ends:
         # Training puts one token between texts: it ends one and begins the next.
