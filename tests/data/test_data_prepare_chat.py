@@ -141,7 +141,7 @@ def test_a_tokenizer_without_room_for_the_template_is_refused(chats, made, tmp_p
 @pytest.mark.parametrize(("line", "words"), [
     ('{"text": "x"}', r'b.jsonl, line 1 is not a conversation: it has the keys "text"'),
     ("[1]", r"b.jsonl, entry 1 is not a conversation: it is not an object"),
-    ('{"messages": [{"role": "user"', r"b.jsonl, line 1: Expecting"),
+    ('{"messages": [{"role": "user"', r"b.jsonl, line 1, as JSON: Expecting"),
     ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
 ])  # fmt: skip
 def test_records_that_cannot_be_used_are_named(line, words, chats, cache, made):

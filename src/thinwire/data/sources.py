@@ -243,7 +243,7 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    with reading(where, (ValueError, RecursionError), "repair or remove it"):
+    with reading(f"{where}, as JSON", (ValueError, RecursionError), "repair or remove it"):
         return json.loads(text.removeprefix(codecs.BOM_UTF8).decode())
 
 
@@ -273,12 +273,14 @@ def _parquet_rows(
                 for index in range(batch.num_rows)
             )
             for number, row in enumerate(rows, 1):
-                size += row.nbytes
+                (values,) = row.to_pylist()
+                # Not row.nbytes, which counts a dictionary of all rows in each of them.
+                length = len(str(values))
+                size += length
                 where = f"{file.path}, row {number}"
-                _refuse_longer(row.nbytes, where)
+                _refuse_longer(length, where)
                 _refuse_bomb(file, size)  # a text that is repeated is stored once
                 at = file.size * number // table.metadata.num_rows
-                (values,) = row.to_pylist()
                 yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
 
 
