@@ -19,27 +19,15 @@ import torch
 from safetensors.torch import save_file
 
 import thinwire
-from thinwire.data import Tokenizer
-from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.chat import JINJA, Chat, ChatTemplate
+from thinwire.data import Tokenizer, chat
 from thinwire.data.sources import read_json
 from thinwire.engine.build import Joined, choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.state import restore_weights
 from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
+from thinwire.hf import folder as files
 from thinwire.hf.cuts import WithCuts, config_with_cuts
-from thinwire.hf.folder import (
-    BESIDE,
-    CONFIG,
-    EXPORT_TYPES,
-    GENERATION,
-    FolderWeights,
-    check_target,
-    new_folder,
-    write_json,
-    write_model,
-)
 from thinwire.hf.shape import config_of, kind_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
@@ -90,12 +78,12 @@ class Wanted:
 
 def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     """Write the folder, whole and verified, or leave things as they were."""
-    check_target(wanted.folder, wanted.replace, CONFIG)
+    files.check_target(wanted.folder, wanted.replace, files.CONFIG)
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     checkpoint.verify()
     source, tokenizer = tokenizer_of(checkpoint, wanted.tokenizer)
-    why_not, dtype = why_not_folded(checkpoint.settings), EXPORT_TYPES[wanted.dtype]
+    why_not, dtype = why_not_folded(checkpoint.settings), files.EXPORT_TYPES[wanted.dtype]
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
     if why_not:
         display.note(
@@ -103,7 +91,7 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "It is exported with its cuts: after `import thinwire.hf`, which registers its class, "
             "AutoModelForCausalLM opens it"
         )
-    with new_folder(wanted.folder) as folder:
+    with files.new_folder(wanted.folder) as folder:
         settings = weights.settings
         ends = write_tokenizer(folder, source, tokenizer, settings)
         config = {
@@ -115,10 +103,10 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "torch_dtype": str(dtype).removeprefix("torch."),
             "thinwire_version": thinwire.__version__,
         }
-        write_json(folder / CONFIG, config)
+        files.write_json(folder / files.CONFIG, config)
         size = human_bytes(sum(map(math.prod, weights.shapes.values())) * dtype.itemsize)
         display.phase("write", f"{len(weights.shapes)} tensors, {size} in {wanted.dtype}")
-        write_model(folder, weights.shapes, dtype, weights.tensor, wanted.shard_bytes)
+        files.write_model(folder, weights.shapes, dtype, weights.tensor, wanted.shard_bytes)
         opener, verdict = AUTO_TOKENIZER, ""
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
@@ -163,9 +151,9 @@ def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -
     with contextlib.suppress(ThinwireError):
         if chosen and Tokenizer.load(chosen).digest == own.digest:
             places.append(expanded(chosen, "data.tokenizer"))
-    for name in BESIDE:
+    for name in files.BESIDE:
         # A template from elsewhere would come before the one in a nearer config.
-        is_said = name == JINJA and source.with_name(TOKENIZER_CONFIG).is_file()
+        is_said = name == chat.JINJA and source.with_name(chat.CONFIG).is_file()
         paths = (place.with_name(name) for place in (places[:1] if is_said else places))
         if (path := next(filter(Path.is_file, paths), None)) is not None:
             shutil.copyfile(path, folder / name)
@@ -176,20 +164,20 @@ def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -
     }
     if (end := own.end_of_text) is not None:
         config |= dict.fromkeys(("bos_token", "eos_token"), own.decode([end]))
-    path = folder / TOKENIZER_CONFIG
-    write_json(path, config | (read_json(path) if path.is_file() else {}))
-    if (folder / GENERATION).is_file():
-        return read_json(folder / GENERATION)
+    path = folder / chat.CONFIG
+    files.write_json(path, config | (read_json(path) if path.is_file() else {}))
+    if (folder / files.GENERATION).is_file():
+        return read_json(folder / files.GENERATION)
     ends = {end} if end is not None else set()
     with contextlib.suppress(DataError):  # no chat template, or one for another program
-        ends |= Chat(own, ChatTemplate.chosen("tokenizer", folder / TOKENIZER)).end_ids
+        ends |= chat.Chat(own, chat.ChatTemplate.chosen("tokenizer", folder / TOKENIZER)).end_ids
     known: dict[str, Any] = {}
     if ends:
         # Training puts one token between texts: it ends one and begins the next.
         known = {} if end is None else {"bos_token_id": end}
         known["eos_token_id"] = sorted(ends) if len(ends) > 1 else min(ends)
         known["pad_token_id"] = min(ends) if end is None else end
-    write_json(folder / GENERATION, known)
+    files.write_json(folder / files.GENERATION, known)
     return known
 
 
@@ -410,7 +398,7 @@ def _validation_loss(checkpoint: Checkpoint) -> str:
 
 def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> None:
     """Adapters fit the weights that they were trained beside, rounded as their folder has them."""
-    theirs = FolderWeights(Path(base))
+    theirs = files.FolderWeights(Path(base))
     for name in sorted(theirs.listed.keys() & folded.names()):
         has_adapter = f"{name.removesuffix('weight')}{UP}.weight" in checkpoint.names()
         kept = folded.in_full(name, checkpoint.tensor(name)) if has_adapter else folded.tensor(name)
@@ -426,7 +414,7 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
     """Write what a LoRA run has trained as a folder for peft, whole, or leave things as they were.
     The model that it belongs to is not in it; `base` names it for peft.
     """
-    check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
+    files.check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
     settings = checkpoint.settings
     if not settings.lora.rank:
         raise ConfigError(
@@ -439,10 +427,10 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
             f"plain model lacks. It has {why}. Export the whole model, without --adapter"
         )
     checkpoint.verify()
-    dtype = EXPORT_TYPES[wanted.dtype]
+    dtype = files.EXPORT_TYPES[wanted.dtype]
     folded, found = Folded(checkpoint), {}
     names = {n for n in checkpoint.names() if is_adapter(n) and n.endswith(".weight")}
-    if (Path(base) / CONFIG).is_file():
+    if (Path(base) / files.CONFIG).is_file():
         display.phase("verify", f"the weights of {base} against those beside the adapters")
         _refuse_other_base(base, checkpoint, folded)
     for name, tensor in sorted(checkpoint.tensors(names).items()):
@@ -465,10 +453,10 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with new_folder(wanted.folder) as folder:
+    with files.new_folder(wanted.folder) as folder:
         save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_WEIGHTS).chmod(0o644)
-        write_json(folder / ADAPTER_CONFIG, config)
+        files.write_json(folder / ADAPTER_CONFIG, config)
 
 
 def run_tasks(
@@ -495,7 +483,7 @@ def run_tasks(
             )
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
         model = place
-        if not (place / CONFIG).is_file():  # no exported model yet
+        if not (place / files.CONFIG).is_file():  # no exported model yet
             checkpoint = Checkpoint.open(place, allow_plugins)
             model = Path(scratch) / checkpoint.settings.run.name
             export(checkpoint, Wanted(model, verify=False), display)

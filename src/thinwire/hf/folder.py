@@ -17,15 +17,14 @@ import safetensors
 import torch
 from torch import Tensor
 
-from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.chat import JINJA
+from thinwire.data import chat
 from thinwire.data.sources import read_json, reading
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import flush, partial_folder, replace_folder
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", JINJA, GENERATION)
+BESIDE = (chat.CONFIG, "special_tokens_map.json", chat.JINJA, GENERATION)
 """What may stand beside a tokenizer.json, and goes where it goes."""
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
