@@ -155,7 +155,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path, made):
     refused(r"no chat to read under .*only \.txt; supported: \.jsonl", made, config_of(tmp_path))
     refused(r"not a kind of file that can be read as chat", made, config_of(tmp_path / "a.txt"))
     written(tmp_path / "one.jsonl", [talk(1)])
-    refused("a single conversation", made, config_of(tmp_path / "one.jsonl"))
+    refused("is one conversation", made, config_of(tmp_path / "one.jsonl"))
     (tmp_path / "none.jsonl").write_text("")
     refused("there are no records", made, config_of(tmp_path / "none.jsonl"))
 

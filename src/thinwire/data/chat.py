@@ -83,11 +83,6 @@ class Conversation:
     tools: list[Any] | None = None
     form: str = "messages"
 
-    @property
-    def has_answer(self) -> bool:
-        """Whether there is anything to learn in it."""
-        return any(map(is_learned, self.messages))
-
     def json(self) -> str:
         """One line of text: the same for the same conversation, in whatever form it was kept."""
         content = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
@@ -212,9 +207,7 @@ class ChatTemplate:
             named = {entry.get("name"): entry for entry in source if isinstance(entry, dict)}
             source = named.get("default", {}).get("template")
         if source is not None and not isinstance(source, str):
-            raise DataError(
-                f"{path} has a chat_template that is not text: correct it, or set data.template"
-            )
+            raise DataError(f"{path}: chat_template is no text: correct it, or set data.template")
         return None if source is None else cls(source, str(path), config, is_own=True)
 
     @classmethod

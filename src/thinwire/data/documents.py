@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.chat import (
-    Chat,
-    ChatTemplate,
-    Conversation,
-    Encoded,
-    NotAConversation,
-    conversation_of,
-)
+from thinwire.data import chat
 from thinwire.data.corpus import SIDES, TokenChunk
 from thinwire.data.sources import SourceRecord, text_of
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
@@ -44,7 +37,7 @@ class Texts:
     whole = False  # whether a document must stay in one piece
 
     def __init__(
-        self, groups: list[Group], key: str = "text", template: ChatTemplate | None = None
+        self, groups: list[Group], key: str = "text", template: chat.ChatTemplate | None = None
     ) -> None:
         """`template` was published with the tokenizer: it stays with the corpus."""
         self.template = template
@@ -136,11 +129,11 @@ class Texts:
         ids, sizes, learned = joined
         return TokenChunk(side, ids, sizes if side == "valid" else None, learned)
 
-    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
+    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[chat.Encoded]:
         if side == "train":
-            return list(map(Encoded, texts, tokenizer.encode_all(texts)))
+            return list(map(chat.Encoded, texts, tokenizer.encode_all(texts)))
         measured = tokenizer.encode_measured(texts)
-        return [Encoded(text, *found[:2]) for text, found in zip(texts, measured, strict=True)]
+        return [chat.Encoded(text, *found[:2]) for text, found in zip(texts, measured, strict=True)]
 
 
 class Conversations(Texts):
@@ -148,9 +141,9 @@ class Conversations(Texts):
 
     whole = True
 
-    def __init__(self, groups: list[Group], template: ChatTemplate, learn_all: bool) -> None:
+    def __init__(self, groups: list[Group], template: chat.ChatTemplate, learn_all: bool) -> None:
         super().__init__(groups)
-        self.template: ChatTemplate = template
+        self.template: chat.ChatTemplate = template
         self._learn_all = learn_all
         self._forms: Counter[str] = Counter()
         self._unanswered = 0
@@ -166,19 +159,19 @@ class Conversations(Texts):
 
     def _text(self, record: SourceRecord) -> str:
         try:
-            conversation = conversation_of(record.values)
-        except NotAConversation as error:
+            conversation = chat.conversation_of(record.values)
+        except chat.NotAConversation as error:
             raise DataError(
                 f"{record.where} is not a conversation: {error}; correct or remove it"
             ) from None
-        if not (self._learn_all or conversation.has_answer):
+        if not (self._learn_all or any(map(chat.is_learned, conversation.messages))):
             self._unanswered += 1
             return ""
         self._forms[conversation.form] += 1
         return conversation.json()
 
     def texts(self, document: str) -> list[str]:
-        return [message["content"] for message in Conversation.from_json(document).messages]
+        return [message["content"] for message in chat.Conversation.from_json(document).messages]
 
     def remarks(self) -> list[str]:
         forms = ", ".join(f"{count:,} {form}" for form, count in self._forms.most_common())
@@ -190,9 +183,9 @@ class Conversations(Texts):
             )
         return found + super().remarks()
 
-    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
-        talks = [Conversation.from_json(text) for text in texts]
-        return Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
+    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[chat.Encoded]:
+        talks = [chat.Conversation.from_json(text) for text in texts]
+        return chat.Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
 
 
 class DocumentHash(NamedTuple):
@@ -240,9 +233,7 @@ class ValidationSplit:
             raise DataError("the corpus is empty: its files hold only white space; check data.path")
         self._is_one = lowest == highest
         if whole and self._is_one and not self.given:
-            raise DataError(
-                "the corpus is a single conversation: add others, or set data.valid_path"
-            )
+            raise DataError("the corpus is one conversation: add others, or set data.valid_path")
         self._whole = whole
         self._fraction = fraction
         self._threshold = min(max(int(fraction * _RANGE), lowest + 1), highest)

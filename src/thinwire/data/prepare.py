@@ -69,9 +69,7 @@ def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, 
     how: Any = [config.source, config.learn, key]
     if config.source == "hf":
         if given:
-            raise ConfigError(
-                'data.valid_path has no effect with data.source = "hf": use valid_split'
-            )
+            raise ConfigError('data.source = "hf" reads no data.valid_path: use valid_split')
         given = config.valid_split
         datasets = [HubDataset(config.path, split) for split in (config.split, given) if split]
         first = next(datasets[0].records(), None)

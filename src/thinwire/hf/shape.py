@@ -87,9 +87,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 def kind_of(model: ModelConfig) -> str:
     """The `model_type` whose class computes what this model does; ConfigError: there is none."""
     if model.qkv_bias and model.qk_norm:
-        raise ConfigError(
-            "no architecture of transformers has both model.qkv_bias and model.qk_norm"
-        )
+        raise ConfigError("no class of transformers has both model.qkv_bias and model.qk_norm")
     return "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
 
 
@@ -114,13 +112,11 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default", **stretch},
         "tie_word_embeddings": False,
     }
+    if kind != "qwen2":
+        config["attention_bias"] = False
     if kind == "llama":
-        config |= {"attention_bias": False, "mlp_bias": False}
-    elif kind == "qwen3":
-        config |= {"attention_bias": False}
-    if kind != "llama":
-        config |= {"use_sliding_window": False, "sliding_window": None}
-    return config
+        return {**config, "mlp_bias": False}
+    return {**config, "use_sliding_window": False, "sliding_window": None}
 
 
 def _check_plain(config: Mapping[str, Any]) -> None:
@@ -143,9 +139,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
     window = config.get("sliding_window", 4096 if is_mistral else None)
     is_used = config.get("use_sliding_window", is_mistral)
     if window is not None and is_used:
-        raise ConfigError(
-            f"config.json: sliding_window = {window}: sliding windows are not supported"
-        )
+        raise ConfigError(f"config.json: sliding_window = {window}: this is not supported")
 
 
 def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
