@@ -362,9 +362,7 @@ class Chat:
         return frozenset(i for i in (*ids, self.tokenizer.end_of_text) if i is not None)
 
     def encode_all(self, conversations: list[Conversation], learn_all: bool) -> list[Encoded]:
-        """The ids of each conversation, computed on all cores; without `learn_all` only those of
-        the assistant's answers, and of the token that ends each, are learned.
-        """
+        """The ids of each conversation, and unless `learn_all` which of them are of answers."""
         rendered = [self._rendered(each, not learn_all) for each in conversations]
         parts = [self._parts(text) for text, _ in rendered]
         every = [part for own in parts for part in own]
@@ -435,13 +433,11 @@ class Chat:
         return text.translate(_UNMARKED), spans
 
     def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
-        """Behind the special token that follows the content of a message, if one does. A mark at
-        the end of that content shows where it is. Some templates end a conversation with a token
-        more, or write the last answer in another way: what follows is of no help.
-        """
+        """Behind the special token that follows the content of a message; None if none does."""
         message = messages[number]
         if message.get("tool_calls"):
             return None
+        # A mark at its end shows where it is; some templates write the last answer in another way.
         marked = {**message, "content": message["content"].rstrip() + END}
         shown = self.template.render([*messages[:number], marked, *messages[number + 1 :]], tools)
         at = shown.find(END)

@@ -168,9 +168,7 @@ def write_corpus(
     template: ChatTemplate | None = None,
     remarks: Callable[[], list[str]] = list,
 ) -> None:
-    """Write a corpus beside `folder` and rename it there at the end, or leave nothing; `remarks`
-    are asked for once all chunks are there.
-    """
+    """Write a corpus beside `folder` and rename it there, or leave nothing; `remarks` come last."""
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     written: dict[str, tuple[IO[bytes], Any]] = {}  # the file and a hash of it
     valid_bytes = 0

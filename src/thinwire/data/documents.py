@@ -48,9 +48,7 @@ class Texts:
         self._lost: Counter[str] = Counter()  # of these
 
     def read(self, told: Callable[[int], None] = lambda done: None) -> Iterator[Document]:
-        """All documents, those to train on first; `told` hears in about 200 steps how far reading
-        has come, if that is known.
-        """
+        """All documents, those to train on first; `told` hears about 200 times how far it is."""
         before = due = 0
         for number, (records, size) in enumerate(self._groups):
             for record in records():
@@ -89,9 +87,8 @@ class Texts:
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]]
     ) -> Iterator[TokenChunk]:
-        """The ids of every (side, document) in turn, each followed by the end of text. A long text
-        comes in pieces that meet at line ends. What a tokenizer lacks it leaves out silently: so
-        the characters that do not come back from the ids are counted.
+        """The ids of every (side, document) in turn, each followed by the end of text. Long texts
+        come in pieces; characters that a tokenizer leaves out silently are counted.
         """
 
         def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
@@ -215,9 +212,7 @@ class ValidationSplit:
     """
 
     def __init__(self, documents: Iterable[Document], fraction: float, whole: bool = False) -> None:
-        """Read every document once, in constant memory but for `given`; an empty corpus is refused.
-        `whole` keeps every document in one piece, however long it is.
-        """
+        """Read every document once; an empty corpus is refused. `whole` keeps each in one piece."""
         self.documents = self.size = highest = 0  # size: UTF-8 bytes of those not given
         self.given: set[bytes] = set()  # digests of the documents given for validation
         lowest = _RANGE
@@ -241,9 +236,7 @@ class ValidationSplit:
         self._longest = max(fraction * self.size, SHORTEST_TAIL_BYTES)
 
     def passages(self, documents: Iterable[Document]) -> Iterator[tuple[str, str, float]]:
-        """The same documents once more: a side, a document or a part of one, and the sample of its
-        hash. An error at the end if they are others.
-        """
+        """A side, a document or part, its hash's sample; an error at the end if they changed."""
         for text, is_given, document in self._hashed(documents):
             for side, part in self._parts(text, document, is_given):
                 yield side, part, document.sample
@@ -260,9 +253,7 @@ class ValidationSplit:
         self._last_content = " ".join(each.hexdigest() for each in hashes)
 
     def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:
-        """The (side, text) pairs that a document contributes: none if it was given for validation
-        as well, two if only its end validates, because it is the only one or very long.
-        """
+        """The (side, text) pairs of a document: none if it validates too, two if its end does."""
         if self.given:
             if is_given:
                 return [("valid", text)]

@@ -25,9 +25,8 @@ class Batch:
 
 
 class Windows:
-    """A side of a corpus in windows of `context` tokens that do not overlap. `learned` says of each
-    token whether it is learned; without it all are. A window without a token to learn is none: it
-    would cost as much as any other and teach nothing.
+    """A side of a corpus in windows of `context` tokens that do not overlap. Those without a token
+    that is `learned` are left out: they would cost as much as any other and teach nothing.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):

@@ -53,9 +53,7 @@ class DataConfig:
 def prepare(
     config: DataConfig, vocab: int, cache: str | Path, progress: Progress = lambda *done: None
 ) -> Corpus:
-    """Make the corpus of these settings under `cache`, or find it there, and open it. `vocab` is
-    the number of ids that the model has.
-    """
+    """Make the corpus of these settings under `cache`, or find it; the model has `vocab` ids."""
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None:
         _check_room(tokenizer, vocab)

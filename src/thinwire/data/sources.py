@@ -95,9 +95,7 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def text_files(path: str, setting: str = "data.path", source: str = "text") -> list[SourceFile]:
-    """The supported files at `path`, a file or a folder read recursively. In a folder, other kinds
-    of files and hidden names (".git") are left out.
-    """
+    """The supported files at `path`, a file or a folder read recursively, but no hidden ones."""
     root = existing(path, source, setting)
     kinds = CHAT_KINDS if source == "chat" else TEXT_KINDS
     supported = ", ".join(kinds)
@@ -138,9 +136,7 @@ def source_file(root: Path, name: str = "") -> SourceFile:
 
 
 def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Relative paths under `root` of which every part is visible and `belongs`, sorted by parts.
-    Symbolic links are followed, since download caches are made of them.
-    """
+    """Sorted relative paths under `root`, all parts visible and `belongs`; links are followed."""
 
     def inside(folder: Path, parents: list[os.stat_result]) -> Iterator[str]:
         with reading(folder):
@@ -187,9 +183,8 @@ def read_json(path: Path, advice: str = "repair it, or fetch it again") -> dict[
 def read_records(
     files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
 ) -> Iterator[SourceRecord]:
-    """The records of all files in order; positions go on from file to file. With a `text_key` files
-    may be plain text, which is read as records that have it under this key, and of Parquet this
-    column alone is read.
+    """The records of all files in order; positions go on from file to file. Under `text_key` they
+    have what plain files hold, and what stands in this column of Parquet, which alone is read.
     """
     before = 0
     for file in files:
@@ -373,9 +368,7 @@ class _Limited(io.RawIOBase):
 
 
 def _zstd_chunks(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompressed bytes of concatenated zstd frames; the library's own reader would end quietly
-    at one that is cut short.
-    """
+    """Decompressed bytes of zstd frames; the library's own reader ends quietly at a cut one."""
     frame: Any = None
     while packed := (frame and frame.unused_data) or raw.read(_ZSTD_STEP):
         if frame is None or frame.eof:

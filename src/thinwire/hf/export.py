@@ -271,9 +271,7 @@ def trained_model(checkpoint: Checkpoint) -> Joined:
 
 
 def _restore_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -> None:
-    """What transformers has loaded must be what was written, bit for bit, and nothing is missing;
-    afterwards it is as it was before it was rounded.
-    """
+    """What transformers has loaded must be what was written; then it is as before rounding."""
     state, names = model.state_dict(), weights.shapes.keys()
     if state.keys() != names:
         odd = sorted(state.keys() ^ names)
@@ -411,9 +409,7 @@ def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> Non
 
 
 def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: Display) -> None:
-    """Write what a LoRA run has trained as a folder for peft, whole, or leave things as they were.
-    The model that it belongs to is not in it; `base` names it for peft.
-    """
+    """Write what a LoRA run has trained as a folder for peft; `base` names the model below."""
     files.check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
     settings = checkpoint.settings
     if not settings.lora.rank:
@@ -468,9 +464,7 @@ def run_tasks(
     folder: Path | None = None,
     allow_plugins: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Scores by task and metric; `limit` examples of each task, 0 = all. `folder` has task files of
-    the user's own. The harness loads the data of its tasks itself.
-    """
+    """Scores by task and metric, of `limit` examples each (0: all); `folder` has more tasks."""
     harness = needs("lm_eval", "eval", MEASURING)
     needs("transformers", "hf", MEASURING)
     tasks_of = needs("lm_eval.tasks", "eval", MEASURING).TaskManager

@@ -164,9 +164,7 @@ def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
 def write_model(
     folder: Path, shapes: Shapes, dtype: torch.dtype, read: Read, most_bytes: int
 ) -> None:
-    """Write a model as one file, or as several of at most `most_bytes` with an index. A tensor is
-    never split, so one that is larger has a file of its own.
-    """
+    """Write a model as one file, or as several of at most `most_bytes`; no tensor is split."""
     parts: list[dict[str, Kept]] = [{}]
     size = count = 0
     for name, shape in shapes.items():

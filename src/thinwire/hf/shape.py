@@ -50,9 +50,7 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
-    """The model of a config.json; ConfigError names what our model does not do. `context` is the
-    number of tokens in a training sequence, 0 = all positions of the model.
-    """
+    """The model of a config.json, or ConfigError; a `context` of 0 is all of its positions."""
     kind = config.get("model_type")
     if kind not in KINDS:
         raise ConfigError(

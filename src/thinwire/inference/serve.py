@@ -282,9 +282,7 @@ class Endpoint:
     async def _write_in_turn(
         self, text: Iterator[str], into: Parts, answer: anyio.CancelScope
     ) -> None:
-        """Write a text when it has its turn, which ends with the text, however slowly it is read. A
-        refusal goes the same way as the text, of which a part may have been sent.
-        """
+        """Write a text when it has its turn, however slowly it is read; or why it is refused."""
         with into, contextlib.suppress(anyio.WouldBlock):  # the client leaves too much unread
             try:
                 state = self._turns.statistics()
