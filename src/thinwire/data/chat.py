@@ -197,9 +197,8 @@ class ChatTemplate:
     @classmethod
     def beside(cls, tokenizer: Path) -> "ChatTemplate | None":
         """The template that was published with a tokenizer.json, if there is one."""
-        path, own, config = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA), {}
-        if path.is_file():
-            config = read_json(path, "repair or remove it")
+        path, own = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA)
+        config = read_json(path, "repair or remove it") if path.is_file() else {}
         if own.is_file():
             return cls(_read_text(own), str(own), config, is_own=True)
         source = config.get("chat_template")

@@ -223,8 +223,7 @@ def _seam(text: str, start: int) -> int:
 
 def interruptible(work: Callable[[Iterator[T]], R], items: Iterable[T] = ()) -> R:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
-    Python hears a signal between two of its own steps in the main thread, which waits here. An
-    interrupted computation gets no further items, and otherwise dies with the process.
+    What is interrupted gets no further items, and otherwise dies with the process.
     """
     is_abandoned = threading.Event()
     fed = itertools.takewhile(lambda _: not is_abandoned.is_set(), items)

@@ -38,6 +38,8 @@ from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of
 from thinwire.settings import Settings
 
+Weights = Folded | WithCuts
+
 CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
 ADAPTER_CONFIG = "adapter_config.json"
@@ -141,9 +143,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: Path | None = None) -> tuple[Pat
 
 
 def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -> dict[str, Any]:
-    """Copy a tokenizer.json with what stands beside it, and make what does not; returns where a
-    text begins and ends, in ids.
-    """
+    """Copy a tokenizer.json and what is beside it, or make it; returns the generation config."""
     shutil.copyfile(source, folder / TOKENIZER)
     places, chosen = [source], run.data.tokenizer
     # Training copies the tokenizer and its chat template; what else came with it, such as ways of
@@ -182,11 +182,7 @@ def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -
 
 
 def verify(
-    folder: Path,
-    weights: Folded | WithCuts,
-    dtype: torch.dtype,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
+    folder: Path, weights: Weights, dtype: torch.dtype, checkpoint: Checkpoint, own: Tokenizer
 ) -> str:
     """Open a folder of weights with transformers; CheckpointError says by how much it is off.
 
@@ -196,7 +192,7 @@ def verify(
     """
     most = min(TOKENS, checkpoint.settings.model.context)
     more = min(CONTINUED, most // 2)
-    known = tokenizer.encode(SAMPLE)[: most - more] or [0]  # a vocabulary may have none of it
+    known = own.encode(SAMPLE)[: most - more] or [0]  # a vocabulary may have none of it
     prompt = torch.tensor([known])
     transformers = needs("transformers", "hf", VERIFYING)
     with torch.no_grad(), _quiet():
@@ -270,7 +266,7 @@ def trained_model(checkpoint: Checkpoint) -> Joined:
     return model
 
 
-def _restore_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -> None:
+def _restore_weights(model: Any, weights: Weights, dtype: torch.dtype) -> None:
     """What transformers has loaded must be what was written; then it is as before rounding."""
     state, names = model.state_dict(), weights.shapes.keys()
     if state.keys() != names:

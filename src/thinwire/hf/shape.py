@@ -129,9 +129,7 @@ def _check_windows(config: Mapping[str, Any]) -> None:
     types = config.get("layer_types")
     others = [each for each in types if each != "full_attention"] if isinstance(types, list) else []
     if others:
-        raise ConfigError(
-            f'config.json: layer_types names "{others[0]}": every layer must be full_attention'
-        )
+        raise ConfigError(f'config.json: layer_types has "{others[0]}", all must be full_attention')
     # Qwen says whether the window is used. Mistral uses it, and has one where none is named.
     is_mistral = config.get("model_type") == "mistral"
     window = config.get("sliding_window", 4096 if is_mistral else None)

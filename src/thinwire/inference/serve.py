@@ -121,9 +121,7 @@ learn_types(Asked)
 def answer_parts(
     asked: Asked, is_chat: bool, writing: Writing, prompt: int, model: str
 ) -> Iterator[str]:
-    """A text in the shapes of OpenAI's answers, as it is written: all at the end, or piece by
-    piece. Empty for a token that adds nothing. `prompt` counts tokens.
-    """
+    """An answer as OpenAI shapes it, in parts, empty for nothing yet; `prompt` counts tokens."""
     kind, id_kind = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
     head = {
         "id": f"{id_kind}-{uuid.uuid4().hex}",
