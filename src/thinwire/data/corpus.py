@@ -123,9 +123,8 @@ def found_or_made(
     how: Any = "",
 ) -> Corpus:
     """Open the corpus for the content of these files and the settings in `key`. `read` gives a hash
-    of the content, so that moved or touched files are the same data, and a function that makes the
-    folder. Files that have not changed, by size and times, since they were last read in the same
-    way, `how`, are not read again for that; None: they always are.
+    of the content and a function that makes the folder. Files that have not changed, by size and
+    times, since they were read in the same way, `how`, are not read again; None: they always are.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]

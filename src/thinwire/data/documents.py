@@ -207,8 +207,7 @@ class ValidationSplit:
 
     The content alone decides, so an exact copy of a validation document never trains. Unless some
     were given for validation (data.valid_path), every document with a place below a threshold
-    validates. Where that would leave a side empty, the threshold moves just enough for one document
-    to change sides: the lowest to validation, or the highest to training.
+    validates, which moves just enough for one document where a side would be empty.
     """
 
     def __init__(self, documents: Iterable[Document], fraction: float, whole: bool = False) -> None:

@@ -69,11 +69,9 @@ class Windows:
 
 
 class Shuffled:
-    """(step, microbatch) -> examples, the same on every machine, with no state and no table.
-
-    A run is one endless sequence of places: epoch after epoch of `count` examples, each epoch in an
-    order that the seed and its number decide. A step takes the next `batch` places, so it may end
-    one epoch and begin the next; a microbatch has `batch // microbatches` of them.
+    """(step, microbatch) -> examples, the same on every machine, with no state and no table. A run
+    is one endless sequence of epochs, each with all `count` examples in an order of its own. A step
+    takes the next `batch` places, so it may end one epoch and begin the next.
     """
 
     def __init__(self, count: int, batch: int, microbatches: int, seed: int) -> None:
@@ -121,9 +119,8 @@ class Order(Shuffled):
 
 class Validation:
     """Microbatches of validation windows, spread evenly over all there are, the same every time.
-    `limit` is how many microbatches there shall be (0: all that can be filled). All have the same
-    size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one smaller
-    microbatch. Nothing is read before it is asked for.
+    There are at most `limit` (0: all that can be filled) of one size, as a pipeline needs it; with
+    fewer windows than `batch` one smaller one. Nothing is read before it is asked for.
     """
 
     def __init__(

@@ -185,10 +185,9 @@ def verify(
     folder: Path, weights: Weights, dtype: torch.dtype, checkpoint: Checkpoint, own: Tokenizer
 ) -> str:
     """Open a folder of weights with transformers; CheckpointError says by how much it is off.
-
-    What was written must be the weights, rounded. Before they are rounded, they must give the
-    trained model's logits for a text that the folder itself continues, and each token of that must
-    be the trained model's own choice. One model is in memory at a time, in float32.
+    What was written must be the weights, rounded. Before rounding, they must give the trained
+    model's logits for a text that the folder itself continues, each token of it also the trained
+    model's choice. One model is in memory at a time, in float32.
     """
     most = min(TOKENS, checkpoint.settings.model.context)
     more = min(CONTINUED, most // 2)

@@ -137,10 +137,8 @@ class Writing:
 
 
 class Model(Joined):
-    """The whole model of a checkpoint, with the tokenizer it was trained with.
-
+    """The whole model of a checkpoint, with its tokenizer, on GPUs of this machine if it has any.
     Codecs do to a tensor what they do in training's validations, or nothing without `compression`.
-    Stages are dealt out to the GPUs of this machine, as in training.
 
     It sees its context at most: of a longer prompt the last part. When the window is full its older
     half is dropped, and the rest is computed anew. A key-value cache is kept where codecs let each
