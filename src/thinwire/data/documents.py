@@ -87,9 +87,7 @@ class Texts:
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]]
     ) -> Iterator[TokenChunk]:
-        """The ids of every (side, document) in turn, each followed by the end of text. Long texts
-        come in pieces; characters that a tokenizer leaves out silently are counted.
-        """
+        """The ids of every (side, document), each with the end of text; what is lost is counted."""
 
         def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
             return [self._chunk(tokenizer, side, pieces) for side, pieces in sides if pieces]

@@ -90,10 +90,7 @@ def kind_of(model: ModelConfig) -> str:
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add.
-    Positions stand in it twice: `rope_parameters` for transformers from version 5 on, and the keys
-    that earlier versions and other programs read.
-    """
+    """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add."""
     kind = kind_of(model)
     stretch: dict[str, Any] = {}
     if (scaling := RopeScaling.parse(model.rope_scaling)) is not None:
@@ -105,7 +102,7 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
         **{theirs: getattr(model, ours) for ours, theirs in KEYS.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "rope_theta": model.rope_theta,
+        "rope_theta": model.rope_theta,  # as before version 5 of transformers, and elsewhere
         "rope_scaling": stretch or None,
         "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default", **stretch},
         "tie_word_embeddings": False,
