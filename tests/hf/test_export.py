@@ -150,11 +150,12 @@ def test_what_stands_beside_the_tokenizer_of_a_run_goes_along(trained, tmp_path)
         folder.mkdir()
     own.save(kept / "tokenizer.json")
     own.save(beside / "tokenizer.json")
-    write_json(beside / "generation_config.json", {"top_k": 7})
+    write_json(beside / "generation_config.json", {"top_k": 7, "eos_token_id": 5})
     write_json(beside / "tokenizer_config.json", {"chat_template": "old"})
     write_json(beside / "special_tokens_map.json", {})
     (beside / "chat_template.jinja").write_text("theirs")
-    assert write_tokenizer(tmp_path / "one", *how)["top_k"] == 7
+    found = write_tokenizer(tmp_path / "one", *how)
+    assert found == {"top_k": 7, "eos_token_id": sorted([5, own.end_of_text])}
     assert sorted(p.name for p in (tmp_path / "one").iterdir()) == sorted(os.listdir(beside))
     write_json(kept / "tokenizer_config.json", {"chat_template": "ours"})
     assert write_tokenizer(tmp_path / "two", *how)["top_k"] == 7

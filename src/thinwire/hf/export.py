@@ -166,17 +166,21 @@ def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -
         config |= dict.fromkeys(("bos_token", "eos_token"), own.decode([end]))
     path = folder / chat.CONFIG
     files.write_json(path, config | (read_json(path) if path.is_file() else {}))
-    if (folder / files.GENERATION).is_file():
-        return read_json(folder / files.GENERATION)
+    known = read_json(folder / files.GENERATION) if (folder / files.GENERATION).is_file() else {}
+    if source.with_name(files.GENERATION).is_file():
+        return known
     ends = {end} if end is not None else set()
     with contextlib.suppress(DataError):  # no chat template, or one for another program
         ends |= chat.Chat(own, chat.ChatTemplate.chosen("tokenizer", folder / TOKENIZER)).end_ids
-    known: dict[str, Any] = {}
-    if ends:
+    if known:  # of the model that the run began with, whose template may have been another
+        said = known.get("eos_token_id")
+        ends |= {each for each in (said if isinstance(said, list) else [said]) if each is not None}
+    elif ends:
         # Training puts one token between texts: it ends one and begins the next.
         known = {} if end is None else {"bos_token_id": end}
-        known["eos_token_id"] = sorted(ends) if len(ends) > 1 else min(ends)
         known["pad_token_id"] = min(ends) if end is None else end
+    if ends:
+        known["eos_token_id"] = sorted(ends) if len(ends) > 1 else min(ends)
     files.write_json(folder / files.GENERATION, known)
     return known
 
