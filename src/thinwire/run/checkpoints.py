@@ -154,6 +154,9 @@ def open_newest(
             notes.append(f"{path} is passed over, for it does not open: {error}")
         else:
             return checkpoint, [*notes, f"continuing from {path}"] if errors else notes
+    if others := [path for path in found if path not in candidates]:
+        way = f"to use one from which no step was trained yet, name it: --resume {others[-1]}"
+        raise CheckpointError(f"{errors[0]}; {way}")
     raise errors[0]
 
 
