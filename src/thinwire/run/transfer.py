@@ -595,6 +595,7 @@ def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
                 if own.stat().st_size == shard.bytes and sha256_of(own) == shard.sha256:
                     _link_or_copy(own, part)
                     flush(part)
+                    break  # others of that size need not be read
         rest += shard.bytes - (part.stat().st_size if part.exists() else 0)
     if rest > (free := free_disk(partial)) // 2:
         raise CheckpointError(
