@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report.records import (
-    LinkRecord,
-    StageRecord,
-    StepRecord,
-    Timeline,
-    TraceSpan,
-)
+from thinwire.report.records import LinkRecord, StageRecord, StepRecord, Timeline, TraceSpan
 from thinwire.run.conduct import first_not_finite
 from thinwire.run.protocol import Ready, RunProgress
 from thinwire.schedule import Costs, Links, simulate
@@ -49,25 +43,21 @@ class _Timings:
 
     def __init__(self, stages: int):
         self.seconds: list[float] = []
-        self._sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
+        self.sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
         self._traces: deque[list[Step]] = deque(maxlen=_LAST_TRACES)
 
     def add(self, reports: list[Step]) -> None:
         """Count one step that all stages have reported."""
         self.seconds.append(_step_seconds(reports))
         self._traces.append(reports)
-        for stage, (sums, report) in enumerate(zip(self._sums, reports, strict=True)):
+        for stage, (sums, report) in enumerate(zip(self.sums, reports, strict=True)):
             parts = {**vars(report.costs), "wait": report.wait, **_wait_seconds(reports, stage)}
             for name, seconds in parts.items():
                 sums[name] += seconds
 
-    def mean(self, stage: int, cost: str) -> float:
-        """Mean cost per step; 0 when there was none."""
-        return self._sums[stage][cost] / max(1, len(self.seconds))
-
     def shares(self, stage: int, microbatches: int) -> dict[str, Any]:
         """What a stage did with the steps' time; compute, update, wait and other are all of it."""
-        total, sums = sum(self.seconds) or math.nan, self._sums[stage]
+        total, sums = sum(self.seconds) or math.nan, self.sums[stage]
         compute = (sums["forward"] + sums["backward"]) / total * microbatches
         update, wait = sums["update"] / total, sums["wait"] / total
         parts = {"stage": stage, "compute": compute, "update": update, "wait": wait}
@@ -321,10 +311,11 @@ class Ledger:
 
     def _costs(self) -> Costs:
         """Mean measured times and bytes, as the simulator takes them."""
-        mean, crossed = self._timed.mean, self._crossed_in_all
+        timed, crossed = self._timed, self._crossed_in_all
+        steps = max(1, len(timed.seconds))
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         kinds = ("forward", "backward", "update")
-        forward, backward, update = ([mean(s, k) for s in self._stages] for k in kinds)
+        forward, backward, update = ([sums[k] / steps for sums in timed.sums] for k in kinds)
         up, down = (crossed // frames).T.tolist()
         return Costs(forward, backward, update, up, down)
 
