@@ -163,9 +163,7 @@ class Checkpoints:
     _validations: dict[int, float] = field(default_factory=dict)  # losses, by step
 
     def begin(self) -> float:
-        """Training begins: later checkpoints are set aside and prove nothing. The loss of the best
-        validation before.
-        """
+        """Training begins: later checkpoints are set aside. The best validation loss before."""
         for moved in set_aside_later(self.folder, self.resumed.step) if self.resumed else ():
             later = "a later checkpoint, which this run does not continue"
             self.display.note(f"{later}, is kept as {moved}")

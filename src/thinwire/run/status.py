@@ -150,17 +150,11 @@ class Standing:
                 links.append(msg.LinkStatus(cut, below, above, way, *noted.rates, trip))
             if down and not waiting_for:
                 since, waiting_for = min(down)
-            return msg.StatusReport(
-                run=self.run,
-                run_id=self.run_id,
-                role="host",
-                state="waiting" if self._waiting_for else self._state,
-                time=self._now(),
-                epoch=epoch,
-                waiting_for=waiting_for,
-                waiting_since=since if waiting_for else 0.0,
-                links=links,
-            ).after(self.last_step)
+            state = "waiting" if self._waiting_for else self._state
+            which = self.run, self.run_id, "host", state, self._now(), epoch
+            report = msg.StatusReport(*which, waiting_for=waiting_for, links=links)
+            since = since if waiting_for else 0.0
+            return msgspec.structs.replace(report, waiting_since=since).after(self.last_step)
 
 
 def _finite(number: float) -> float:

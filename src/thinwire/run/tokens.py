@@ -5,9 +5,8 @@
                       not learned whole one bit each, and how many are learned in the step--
 
 A stage asks only for what it reads, some steps before it reads it. A validation comes again and
-again, so its ids are kept, up to a limit. The host answers on the link's threads: any microbatch of
-this run, and nothing else. The corpus's fingerprint is a part of the links' contract, as if it were
-there.
+again, so its ids are kept, up to a limit. The host answers on the link's threads, and of this run
+alone. The corpus's fingerprint is a part of the links' contract, as if it were there.
 """
 
 import dataclasses
@@ -26,6 +25,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import Count
 from thinwire.engine.feed import At, CorpusTokens, Tokens, TokenSource
 from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
@@ -38,8 +38,6 @@ KEPT_BYTES = 64 << 20  # of a validation's ids
 _GREETING_S = 60.0  # for the first word of the other end
 _MOST_UNSENT = 4  # answers that wait for the link while the next one is made
 _COUNT = struct.Struct("<I")
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Columns(enum.IntFlag):
@@ -184,15 +182,13 @@ class FetchedCorpus(TokenSource):
 
     def read(self, at: At) -> Tokens:
         ids_BW, learned_BT, count = self._obtain(at)
-        inputs_BT, targets_BT = (
-            torch.from_numpy(part.astype(np.int64)) if columns in self._columns else None
-            for columns, part in (
-                (Columns.INPUTS, ids_BW[:, : self._context]),
-                (Columns.TARGETS, ids_BW[:, -self._context :]),
-            )
-        )
-        if targets_BT is not None and learned_BT is not None:
-            targets_BT[torch.from_numpy(~learned_BT)] = MASKED
+        inputs_BT = targets_BT = None
+        if Columns.INPUTS in self._columns:
+            inputs_BT = torch.from_numpy(ids_BW[:, : self._context].astype(np.int64))
+        if Columns.TARGETS in self._columns:
+            targets_BT = torch.from_numpy(ids_BW[:, -self._context :].astype(np.int64))
+            if learned_BT is not None:
+                targets_BT[torch.from_numpy(~learned_BT)] = MASKED
         return Tokens(inputs_BT, targets_BT, count)
 
     def _obtain(self, at: At) -> TokenIds:

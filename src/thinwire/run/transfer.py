@@ -96,8 +96,7 @@ class Talk:
 
     def hear(self, timeout: float | None = None) -> Word | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
-        raw = self._pipe.read_within(timeout)
-        if raw is None:
+        if (raw := self._pipe.read_within(timeout)) is None:
             return None
         try:
             frame = decode(raw, MOST_SAID)
@@ -587,8 +586,8 @@ def _make_room(partial: Path, parts: dict[Path, ck.Shard]) -> None:
                     break  # others of that size need not be read
         rest += shard.bytes - (part.stat().st_size if part.exists() else 0)
     if rest > (free := free_disk(partial)) // 2:
+        place = f"{free:,} are free in {partial.parent}: the run leaves half of them free"
+        way = "Free some space, or join with another --folder"
         raise CheckpointError(
-            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in "
-            f"{partial.parent}: the run leaves half of them free. Free some space, or join with "
-            "another --folder"
+            f"the state of the stage takes {rest:,} more bytes, but {place}. {way}"
         )
