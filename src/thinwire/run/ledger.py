@@ -1,6 +1,4 @@
-"""The ledger of a run: what the stages report, put together into records and a summary; and
-whether their loss explodes.
-"""
+"""What the stages of a run report, put together; and whether their loss explodes."""
 
 import itertools
 import math

@@ -216,7 +216,6 @@ def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
 @dataclass
 class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
-
     `limits`: the most bytes of each stage's shard. `objection_to`: why a file is not the part that
     a stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`:
     seconds without a byte of the checkpoint under way, before it is given up; 0 = never.
