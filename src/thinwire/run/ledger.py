@@ -200,8 +200,8 @@ class Ledger:
         losses = [record.loss for record in self.records]
         return losses[-1:] + [*self._validations.values()][-1:]
 
-    def typical_step(self) -> Timeline:
-        """The timeline of a typical step, to draw; there must have been a step."""
+    def progress(self) -> RunProgress:
+        """How the run works, with a typical step, to draw; there must have been a step."""
         chosen = self._timed.typical()
         origin = chosen[0].start
         spans = [
@@ -211,12 +211,9 @@ class Ledger:
             if label != "norm"
         ]
         which = self.settings.run.name, chosen[0].step + 1
-        return Timeline(*which, _step_seconds(chosen), self._stage_records(chosen), spans)
-
-    def progress(self) -> RunProgress:
-        """How the run works at the moment; there must have been a step."""
+        timeline = Timeline(*which, _step_seconds(chosen), self._stage_records(chosen), spans)
         median, measured = statistics.median(self._timed.seconds), (self._cuts(), self._costs())
-        return RunProgress(median, self.typical_step(), self._shares(), *measured, self._network)
+        return RunProgress(median, timeline, self._shares(), *measured, self._network)
 
     def _shares(self) -> list[dict[str, Any]]:
         microbatches = self.settings.pipeline.microbatches

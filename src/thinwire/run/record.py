@@ -287,7 +287,7 @@ class RunRecord:
 
             loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
             if self.ledger.records:
-                steps_figure([self.ledger.typical_step()]).savefig(plots / "step.png")
+                steps_figure([self.ledger.progress().timeline]).savefig(plots / "step.png")
         finally:
             self._is_drawing = False
 

@@ -298,8 +298,7 @@ class HostConsole:
                 said = member.tried.answers
                 known = (one for one in self.addresses if one in said)
                 peers[member.name] = {address: one_line(said[address]) for address in known}
-        run = self.settings().run.name
-        return {"run": run, "addresses": list(self.addresses), "peers": peers}
+        return {"run": self.settings().run.name, "addresses": [*self.addresses], "peers": peers}
 
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
         machines = request.get("machines", 1)

@@ -15,7 +15,7 @@ import math
 import struct
 import threading
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -83,12 +83,9 @@ def _place(frame: Frame, steps: int, microbatches: int, validations: int) -> At 
     return number if side == 1 and number < validations else None
 
 
-class TokenIds(NamedTuple):
-    """What has come of a microbatch; where not all targets are learned, also which and how many."""
-
-    ids_BW: np.ndarray
-    learned_BT: np.ndarray | None
-    learned_count: int | None  # in its step
+# What has come of a microbatch: ids (B, W); where not all targets are learned, which of them are
+# (B, T), and how many in its step.
+TokenIds = tuple[np.ndarray, np.ndarray | None, int | None]
 
 
 class TokenServer:
@@ -247,7 +244,7 @@ class FetchedCorpus(TokenSource):
                 raise WireError(f"a microbatch with {here} learned tokens came, of {count} in all")
         with self._changed:
             if at in self._ids:  # else it came too late for the step that it was for
-                self._ids[at] = TokenIds(ids_BW, learned_BT, count)
+                self._ids[at] = ids_BW, learned_BT, count
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:

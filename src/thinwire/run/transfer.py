@@ -232,8 +232,7 @@ class ShardCollector:
     _changed: threading.Condition = field(default_factory=threading.Condition)  # guards the rest
     # By step and stage, shards that are not here; None: others hold the stage, and write another.
     _due: dict[int, dict[int, ShardWritten | None]] = field(default_factory=dict)
-    # Steps, and why: parts of them may still be announced.
-    _given_up: dict[int, str] = field(default_factory=dict)
+    _given_up: dict[int, str] = field(default_factory=dict)  # steps, also of parts to come: why
     _current: int = OF_NO_STEP  # whose shards travel
     _total: int = 0  # bytes of all its shards
     _have: dict[int, int] = field(default_factory=dict)  # ... that are here, by stage
