@@ -62,7 +62,8 @@ def test_what_is_written_is_read(tmp_path, without_tensorboard, monkeypatch):
         writer.step(record)
         writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
         writer.evaluation(EvaluationRecord(8, 4.25))
-        monkeypatch.setattr(metrics, "_END_BYTES", (tmp_path / metrics.FILE_NAME).stat().st_size - 9)
+        size = (tmp_path / metrics.FILE_NAME).stat().st_size
+        monkeypatch.setattr(metrics, "_END_BYTES", size - 9)
         assert metrics.last_step(tmp_path) is None, "only the end of a long file is read"
         writer.step(record)
         last = metrics.last_step(tmp_path)
