@@ -117,7 +117,6 @@ class Ledger:
         self._crossed: Crossed = np.zeros((cuts, 2), int)
         self._crossed_before, self._sent_before = self._crossed, Counter[str]()  # in earlier epochs
         self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
-        self._finished: set[int] = set()
         self.go_on(stages, first_step, links)
 
     def go_on(
@@ -139,7 +138,7 @@ class Ledger:
         self.origin = ""  # of non-finite values, in the first of these
         self._pending: dict[int, dict[int, Step]] = {}
         self._crossed, self._meters = np.zeros_like(self._crossed_before), {}
-        self._finished.clear()
+        self._finished: set[int] = set()
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""

@@ -205,7 +205,6 @@ def open_origin(
         raise CheckpointError(f"train.init_from = {place} is a Hugging Face folder: {way}")
     origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     _refuse_other_model(origin, settings)
-    _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
         mode = f'boundary.mode = "{settings.boundary.mode}"'
         what = f"{origin.folder} cannot become a model with {mode}"
@@ -289,10 +288,7 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
     if differing:
         shape = f"the model of {origin.folder} has another shape: {', '.join(differing)}"
         raise ConfigError(f"{shape}. Set these keys as it has them; model.vocab may only grow")
-
-
-def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
-    """Ids must stand for the same text, else trained weights mean nothing."""
+    # Ids must stand for the same text, else trained weights mean nothing.
     asked, own = settings.data.tokenizer, origin.tokenizer
     if own is None and not asked and settings.data.source != "tokens":
         raise DataError(
