@@ -497,7 +497,8 @@ class Rank(Trainer):
     def _do(self, command: Command) -> None:
         if self.record is not None:
             self.record.carry_out(command)
-            self.stop_requested |= self.record.is_to_stop
+            if self.record.is_to_stop:  # a signal may ask for it meanwhile
+                self.stop_requested = True
 
     def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
         """Record what all stages say."""
