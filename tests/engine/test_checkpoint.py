@@ -141,6 +141,14 @@ def test_tensors_listed_but_absent_are_refused(tmp_path):
         checkpoint.tensors(["w"])
 
 
+def test_a_file_is_opened_once_for_all_that_is_read_of_it(tmp_path, monkeypatch):
+    checkpoint, opened = Checkpoint.open(save_tensor(tmp_path, 1, others=("v", "u"))), []
+    unwatched = Checkpoint._opened
+    monkeypatch.setattr(Checkpoint, "_opened", lambda *at: (opened.append(at), unwatched(*at))[1])
+    assert len(checkpoint.tensors("uvw")) == len(checkpoint.tensors_under("")) == 3
+    assert len(opened) == 2
+
+
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path):
     checkpoint = Checkpoint.open(folder := save_tensor(tmp_path, 1))
     folder.rename(tmp_path / ".pruned")

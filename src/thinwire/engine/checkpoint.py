@@ -89,7 +89,10 @@ class Source(ABC):
                 f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
                 "written by a model of another shape"
             )
-        return {name: self._read(name) for name in sorted(wanted)}
+        return self._read_all(wanted)
+
+    def _read_all(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._read(name) for name in sorted(names)}
 
     def tensor(self, name: str) -> Tensor:
         """One of them."""
@@ -103,8 +106,8 @@ class Source(ABC):
 
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
-        found = (name for name in self._names if name.startswith(prefix))
-        return {name.removeprefix(prefix): self._read(name) for name in found}
+        found = self._read_all({name for name in self._names if name.startswith(prefix)})
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
 class Snapshot(Source):
@@ -299,9 +302,15 @@ class Checkpoint(Source):
         return path if path.is_file() else None
 
     def _read(self, name: str) -> Tensor:
-        shard = next(shard for shard in self.shards if name in shard.tensors)
-        with self._opened(shard) as file:
-            return file.get_tensor(name)
+        return self._read_all({name})[name]
+
+    def _read_all(self, names: set[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for shard in self.shards:  # to open a file reads the names of all that it holds
+            if here := names.intersection(shard.tensors) - found.keys():
+                with self._opened(shard) as file:
+                    found |= {name: file.get_tensor(name) for name in sorted(here)}
+        return found
 
     def __str__(self) -> str:
         return f"checkpoint {self.folder}"
