@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,11 @@ def test_only_checkpoints_count_as_checkpoints(tmp_path):
     assert Checkpoint.open(tmp_path).folder == newest
     assert Checkpoint.open(checkpoints_folder(tmp_path)).folder == newest
     assert Checkpoint.open(checkpoints_folder(tmp_path) / "step-best").step == 2
+    beside = shutil.copytree(newest, tmp_path / "step-00000004")
+    assert list_checkpoints(tmp_path) == [newest]
     prune(tmp_path, 1, newest)
     assert names(tmp_path) == ["step-00000001", "step-00000003-copy", "step-best"]
+    assert beside.exists()
 
 
 @pytest.mark.parametrize(

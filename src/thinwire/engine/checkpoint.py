@@ -208,8 +208,8 @@ def list_checkpoints(place: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first, given its folder or the one of its checkpoints;
     copies under other names do not count.
     """
-    found = [*checkpoints_folder(place).glob("step-*"), *place.glob("step-*")]
-    is_step = re.compile(r"step-\d{8}").fullmatch
+    inside, is_step = checkpoints_folder(place), re.compile(r"step-\d{8}").fullmatch
+    found = (inside if inside.is_dir() else place).glob("step-*")
     return sorted(path for path in found if is_step(path.name) and (path / MANIFEST).is_file())
 
 
