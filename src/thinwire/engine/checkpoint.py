@@ -227,7 +227,7 @@ class Checkpoint(Source):
         versions = Versions(self.manifest["weight_version"], self.manifest["basis_version"])
         names = (name for shard in self.shards for name in shard.tensors)
         super().__init__(self.manifest["step"], versions, names)
-        self._allow_plugins, self._trusted_plugins = allow_plugins, set(trusted_plugins)
+        self._allow_plugins, self._trusted_plugins = allow_plugins, [*trusted_plugins]
 
     @classmethod
     def open(
