@@ -64,8 +64,7 @@ class World:
     """All ranks of a run as one of them sees them: who it is, and what they agree on."""
 
     def __init__(self, seat: Seat, grid: Grid, wanted_device: str):
-        self.seat = seat
-        self.grid = grid
+        self.seat, self.grid = seat, grid
         self.device = choose_device(wanted_device, seat.local_rank)
         on_gpu = self.device.type == "cuda" and seat.local_world <= torch.cuda.device_count()
         self.backend = "nccl" if on_gpu else "gloo"
@@ -277,8 +276,8 @@ class HeldStage(nn.Module):
         return found
 
 
-class Trainer:
-    """The stages of one rank, trained together with all other ranks.
+class Rank:
+    """The stages of one rank, trained together with all other ranks; one of them keeps the record.
 
     For the end of a step it is the way to both neighbours. The tally and the losses of a rank reach
     every other one, and each makes of them the verdict of a first stage (engine/worker.py).
@@ -287,9 +286,8 @@ class Trainer:
     def __init__(
         self, settings: Settings, world: World, data: Corpus, folder: Path, resume: Path | None
     ):
-        self.settings = settings
-        self.world = world
-        self.folder = folder
+        self.settings, self.world, self.folder = settings, world, folder
+        self.record: RunRecord | None = None
         self.feed = Feed(data, settings, world.device)
         self.stop_requested = False  # of this rank; one is enough
         self.loss = 0.0  # of the step, once there is a verdict
@@ -446,12 +444,6 @@ class Trainer:
             not_finite=held.update.sightings.take_first(step),
         )
 
-
-class Rank(Trainer):
-    """The life of a rank once all is prepared; one of them keeps the record."""
-
-    record: RunRecord | None = None
-
     def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
         device = str(self.world.device)
@@ -473,8 +465,7 @@ class Rank(Trainer):
             raise
 
     def _train(self) -> None:
-        settings = self.settings
-        stop = False
+        settings, stop = self.settings, False
         while self.done < settings.train.steps and not stop:
             if self.done == self.first_step or settings.is_evaluation_step(self.done):
                 self._keep(self.evaluate())

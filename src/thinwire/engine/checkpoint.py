@@ -17,7 +17,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,12 +26,12 @@ from typing import Annotated, Any
 
 import msgspec
 import safetensors
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data.chat import CONFIG
+from thinwire.engine.trace import not_finite
 from thinwire.errors import CheckpointError, ConfigError, GoneError
 from thinwire.folders import flush
 from thinwire.settings import Settings
@@ -178,22 +177,9 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
         ) from error
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite: a sum reads a tensor once, and only it may overflow too."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """The first of these whose entries are not all finite, if any: as `is_finite`, all at once."""
-    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
-    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
-    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
-    return next((name for name in suspects if not is_finite(named[name])), "")
-
-
 def not_finite_in(file: Any) -> str:
-    """The same of the tensors of an open safetensors file, which are mapped. What was gathered for
-    the next move of a basis does not count: none is made unless it is finite.
+    """The first tensor of an open safetensors file, which is mapped, that is not finite. What was
+    gathered for the next move of a basis does not count: none is made unless it is.
     """
     names = sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES})
     return not_finite({name: file.get_tensor(name).flatten() for name in names})

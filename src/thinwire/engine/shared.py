@@ -25,14 +25,8 @@ from torch import Tensor
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import (
-    BASIS,
-    COVARIANCE,
-    NEXT_BASIS,
-    NEXT_MEASURES,
-    Source,
-    is_finite,
-)
+from thinwire.engine.checkpoint import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, Source
+from thinwire.engine.trace import is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error

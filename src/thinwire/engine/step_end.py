@@ -18,9 +18,9 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import Versions, is_finite, not_finite
+from thinwire.engine.checkpoint import Versions
 from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, Keeper, SharedRows, row_number
-from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
+from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace, is_finite, not_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.wire import HEADER_BYTES, FrameKind
