@@ -37,7 +37,7 @@ from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import ends_of
 from thinwire.engine.feed import Feed
 from thinwire.engine.passes import autocast_for, weights_rounded_once
-from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
+from thinwire.engine.reports import Evaluation, Meters, StageCosts, Step
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
 from thinwire.engine.trace import FORWARD
@@ -178,8 +178,7 @@ def run(
             stack.enter_context(scratch(folder))
             (folder / ENDED).unlink(missing_ok=True)
         place = str(weights.folder.resolve()) if weights else ""
-        said = world.share(json.dumps([settings.to_plain(), place]).encode())
-        plain, place = json.loads(said)
+        plain, place = json.loads(world.share(json.dumps([settings.to_plain(), place]).encode()))
         settings = Settings.from_plain(plain)
         if place and weights is None:
             weights = Checkpoint.open(Path(place), allow_plugins=True)  # rank 0 has been asked
@@ -410,11 +409,6 @@ class Rank:
                 part = output[: held.above.floats[Leg.FORWARD]]
                 dist.send(part, group=world.pipeline, group_dst=target)
 
-    def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
-        """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
-        held = self.held if self.world.replica == 0 else []
-        return [(one.index, one.state.save(self.folder, one.index)) for one in held]
-
     def _report(
         self, held: HeldStage, step: int, lr: float, verdict: Verdict, start: float
     ) -> Step:
@@ -473,14 +467,16 @@ class Rank:
             self._keep(reports)
             stop = verdict.stop
             if verdict.checkpoint:
-                self._save()
+                self.save()
         if not stop:
             self._keep(self.evaluate())
         self.stop_requested = stop
 
-    def _save(self) -> None:
-        parts = [part for _, part in self._gather(self.save())]
-        made, error = settled_checkpoint(self.done, parts)
+    def save(self) -> None:
+        """Save a checkpoint with all ranks; replicas hold the same, so one of them writes it."""
+        held = self.held if self.world.replica == 0 else []
+        parts = self._gather([(one.index, one.state.save(self.folder, one.index)) for one in held])
+        made, error = settled_checkpoint(self.done, [part for _, part in parts])
         self._do(made)
         if error is not None:
             raise error

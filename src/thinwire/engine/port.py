@@ -312,9 +312,7 @@ class Port:
         self._mailbox.put((kind, step, frame.microbatch), content)
 
     def _note_decision(self, message: BytesLike) -> None:
-        """A decision counts once it is here, and not when it is due on an emulated link: whoever
-        replaces its sender hears that it was received, and so has to hear what it was.
-        """
+        """Whoever replaces its sender hears that it was received: what it was must be known too."""
         kind, step = kind_and_step(message)
         if self._state is not None and kind in (FrameKind.VERDICT, FrameKind.VALIDATED):
             with contextlib.suppress(WireError):  # which shows when it is taken in
