@@ -153,9 +153,8 @@ class ShardCheck:
 
     def __init__(self, settings: Settings, data: Corpus, scratch: Path):
         """`scratch`: where codec memories that are too large for memory are restored."""
-        self._settings = settings
+        self._settings, self._scratch = settings, scratch
         self._feed = Feed(data, settings, torch.device("cpu"))
-        self._scratch = scratch
 
     def objection(self, stage: int, part: ShardWritten, path: Path) -> str:
         """Why this file is not the part that the stage reported; empty if it is. OSError or

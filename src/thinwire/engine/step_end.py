@@ -113,8 +113,7 @@ class StageUpdate:
         )
         self.rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
         self.keeper = Keeper(builder, stage, optimizer) if builder.space else None
-        self.twin = twin
-        self._is_latest = True
+        self.twin, self._is_latest = twin, True
         self._clip = settings.optim.clip
         self._delay, self._microbatches = settings.pipeline.delay, settings.pipeline.microbatches
         if self._delay and twin is None:
