@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
@@ -561,21 +561,35 @@ def home_of(host: str) -> str:
 
 
 def splice(
-    one: socket.socket, other: socket.socket, bounds: Iterable[Allowance], idle_s: float
+    one: socket.socket, other: socket.socket, bounds: Sequence[Allowance], idle_s: float
 ) -> None:
-    """Pass bytes both ways, within bounds, until both directions have ended, or one by an error or
-    `idle_s` without a byte; nothing is raised.
+    """Pass bytes both ways, within bounds, until both directions have ended, or for one an error or
+    `idle_s` without a byte in either; nothing is raised.
     """
+    moved_at = time.monotonic()  # who reads nothing for long still says that it is alive
 
     def passing(source: socket.socket, target: socket.socket) -> None:
+        nonlocal moved_at
+        space = memoryview(bytearray(CHUNK))
         try:
-            while data := source.recv(CHUNK):
-                time.sleep(max(bound.book(len(data), time.monotonic()) for bound in bounds))
-                target.sendall(data)
+            while size := patiently(source.recv_into, space):
+                time.sleep(max(bound.book(size, time.monotonic()) for bound in bounds))
+                left = space[:size]
+                while left:
+                    left = left[patiently(target.send, left) :]
+                moved_at = time.monotonic()
             target.shutdown(socket.SHUT_WR)
         except OSError:
             hang_up(one)
             hang_up(other)
+
+    def patiently(move: Callable[[memoryview], int], space: memoryview) -> int:
+        while True:
+            try:
+                return move(space)
+            except TimeoutError:
+                if time.monotonic() - moved_at >= idle_s:
+                    raise
 
     one.settimeout(idle_s)
     other.settimeout(idle_s)
