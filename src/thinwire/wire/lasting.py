@@ -171,6 +171,8 @@ class LastingPipe(Pipe):
             why = f"a connection failed: {error!r}"
         with self._changed:
             self._stop(WireError(why))
+        if connection is not None:  # its reader may wait
+            on_daemon_thread("thinwire close", connection.close)
 
     def _time_left(self) -> float:
         """Seconds until an outage has lasted too long."""
