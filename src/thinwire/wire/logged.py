@@ -89,7 +89,7 @@ class FrameLog:
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
                 self.bytes += len(message)
             except OSError as error:
-                self.trouble, self.reach = str(error), self.latest + 1
+                self.trouble, self.reach = str(error), max(self.reach, self.latest + 1)
                 self._drop(lambda entry: True)
 
     def _store(self, message: BytesLike) -> tuple[Path, int]:
