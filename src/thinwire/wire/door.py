@@ -48,8 +48,7 @@ T = TypeVar("T")
 Wish = Literal["reach", "wait", "ping"]
 Kind = Literal["direct", "relayed"]
 Prover = Callable[[str], str]  # `Identity.prove` of the host
-Take = Callable[[socket.socket, str], None]
-"""Serves a connection from a host to its end (`Listener.take`)."""
+Take = Callable[[socket.socket, str], None]  # serves a connection from a host to its end
 
 
 @dataclass(frozen=True)
@@ -127,9 +126,8 @@ def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | BaseExcep
 
 
 class Standby(contextlib.AbstractContextManager["Standby"]):
-    """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
-    While the door is away it tries again and again. A host that waits for those
-    who want its services needs its prover; the ends of links need none.
+    """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`;
+    while the door is away it tries again. For its services a host needs its prover, links do not.
     """
 
     def __init__(self, name: str, route: Route, take: Take, prover: Prover | None = None) -> None:
@@ -322,9 +320,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
         self._served[check_name(name)] = take
 
     def admit(self, run: str, *tokens: str) -> None:
-        """Let those meet here who prove that they know one of these tokens of the run. Called
-        again, it replaces them, and cuts the connections of tokens that are gone.
-        """
+        """Let who proves to know one of these tokens of a run meet here; cut who has others."""
         grants = {who_of(token): Grant(token) for token in tokens}
         self.admit_by(run, grants.get)
         self._hang_up(lambda caller: caller.run == run and caller.who not in grants)
@@ -370,9 +366,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 hang_up(caller.connection)
 
     def _receive(self, connection: socket.socket, host: str) -> None:
-        """The life of a connection, from its first byte to its last. Strangers are few, and have
-        their time.
-        """
+        """The life of a connection, from its first byte to its last."""
         limits, caller = self._limits, _Caller(connection, host)
         with self._lock:
             at_home = [other for other in self._callers if other.home == caller.home]

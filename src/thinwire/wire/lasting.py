@@ -223,15 +223,13 @@ class LastingPipe(Pipe):
         return self._connection is not connection or self._stopped is not None
 
     def _lose(self, connection: Pipe | None, error: WireError | None, has_read: bool) -> None:
-        """A connection is lost, or cannot be had; without an error, the other end closed it. What
-        the other end may not do, and that this one may not connect, ends the pipe for good.
-        """
+        """A connection is lost, or cannot be had; without an error, the other end closed it."""
         with self._changed:
             if connection is not None and self._over and not has_read:
                 # It may hang up while we still write, which only a reader can tell from a loss.
                 self._changed.wait_for(lambda: self._has_ended(connection), CLOSE_GRACE_S)
             self._reason = str(error or "the other end closed the connection")
-            if isinstance(error, BreachError | AdmissionError):
+            if isinstance(error, BreachError | AdmissionError):  # either end may not do that
                 self._stop(error)
             elif connection is not None and not self._has_ended(connection):
                 if (self._closed and not self._kept) or (error is None and self._over):

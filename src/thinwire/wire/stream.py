@@ -1,14 +1,8 @@
 """Pipes over TLS 1.3: messages behind their lengths, and both ends proven by their keys.
 
-A connection begins with the TLS handshake, in which the listener proves its key. Then:
-
-    listener   NONCE
-    dialer     KEY SIGNATURE, a line break, and the name of the stream
-    listener   ok        or: no REASON, or: gone REASON to who is not on the list of members
-
-Before a dialer says anything it has compared the listener's key with the one that it expects. The
-signature covers nonce, listener and name, so it counts once. Afterwards a message is its length (4
-bytes, little-endian) and its bytes; the length 0 ends a direction, 2^32 - 1 says that one is alive.
+A listener proves its key by the TLS handshake. A dialer says nothing before it has compared that
+with the one that it expects; then it signs the listener's nonce and the stream's name, so that the
+signature counts once (docs/wire.md).
 """
 
 import contextlib
