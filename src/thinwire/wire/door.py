@@ -159,18 +159,16 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
 
     def _wait_for_call(self, connection: socket.socket) -> str | None:
         """Wait for a call, and answer it; from which host it came, None if the wait has ended."""
+        caller = None
         self.waiting.add(connection)
-        try:
+        with contextlib.suppress(OSError, WireError):
             if not self._is_over.is_set():  # else nobody hangs up on it
                 word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
                 if word == "call":
                     connection.sendall(HERE)
-                    return home
-        except (OSError, WireError):
-            pass
-        finally:
-            self.waiting.discard(connection)
-        return None
+                    caller = home
+        self.waiting.discard(connection)
+        return caller
 
 
 def call(

@@ -31,12 +31,11 @@ Reopen = Callable[[float], Pipe]  # another connection, within so many seconds; 
 
 
 class LastingPipe(Pipe):
-    """Joins successive connections to one other end into one pipe; both ends must be lasting.
-
-    It begins with `first`, and `reopen` makes the next connections, on a thread that also writes.
-    An outage of more than `outage` seconds breaks it for good. Acknowledgements, and most losses,
-    are noticed by whoever reads: somebody should always do so. `on_down` is told why a connection
-    was lost, `on_up` after how many seconds there is another; neither may wait, or raise.
+    """Joins successive connections to one other end into one pipe; both ends must be lasting. It
+    begins with `first`; `reopen` makes the next ones, on a thread that also writes. An outage of
+    more than `outage` seconds breaks it for good. Acknowledgements, and most losses, are noticed by
+    whoever reads: somebody should always do so. `on_down` is told why a connection was lost,
+    `on_up` after how many seconds there is another; neither may wait, or raise.
     """
 
     def __init__(

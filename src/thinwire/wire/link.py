@@ -148,11 +148,9 @@ class Link:
         on_broken: Callable[[WireError], None],
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin to move frames; all callbacks run on the link's threads.
-
-        `on_frame` gets every frame except BYE, for which there is `on_end`. If it raises, the link
-        is broken; a WireError says that the frame is not what was agreed, and `on_broken` gets a
-        BreachError.
+        """Begin to move frames; callbacks run on the link's threads. `on_frame` gets each frame but
+        BYE, for which there is `on_end`. If it raises, the link is broken; a WireError says that
+        the frame is not what was agreed, and `on_broken` gets a BreachError.
         """
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         for loop, work in ((self._send_loop, "packing"), (self._read_loop, "reading")):
@@ -173,11 +171,9 @@ class Link:
         """Wait until fewer than so many have to leave (an emulated uplink, too), or it is lost."""
         until = time.monotonic() + (_FOREVER_S if timeout is None else timeout)
         with self._state:
-            while self._to_leave() >= frames and not self._lost():
-                if (now := time.monotonic()) >= until:
-                    return
+            while self._to_leave() >= frames and not self._lost() and time.monotonic() < until:
                 next_end = self._leaving[0] if self._leaving else until
-                self._state.wait(min(next_end, until) - now)
+                self._state.wait(min(next_end, until) - time.monotonic())
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Send what is queued and a BYE, then close the pipe; never raises, and reports no loss.

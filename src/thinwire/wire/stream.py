@@ -201,11 +201,9 @@ def dial(
     max_message: int,
     tries_again: bool = True,
 ) -> Stream:
-    """Open a stream called `name` to a listener; tries again until `timeout`.
-
-    `whom` is the fingerprint of the key that the listener must prove to have. AdmissionError: this
-    identity is not welcome there. With a single attempt, a BreachError says that the key of who
-    answers is another: then nothing was said to it.
+    """Open a stream called `name` to a listener whose key has the fingerprint `whom`; tries again
+    until `timeout`. AdmissionError: this identity is not welcome there. With a single attempt, a
+    BreachError says that who answers has another key: then nothing was said to it.
     """
     routes = Routes("", to) if isinstance(to, str) else to
     deadline = time.monotonic() + timeout
@@ -312,10 +310,9 @@ class Listener:
                 stream.cut()
 
     def accept(self, name: str, timeout: float | None, dialer: str = "") -> Pipe:
-        """Wait for the peer that dials as `name`; dials by any other name are refused, and with
-        `dialer` so is the holder of the key of another (`who`). The stream breaks when the same
-        peer dials by its name again, and nobody waits for that: it knows of a loss which this end
-        may not have noticed yet.
+        """Wait for who dials as `name`, with a `dialer` for that peer alone (`who`). The stream
+        breaks when the same peer dials by its name again, and nobody waits for that: it knows of a
+        loss which this end may not have noticed yet.
         """
         arrival: futures.Future[Stream] = futures.Future()
         with self._lock:
