@@ -277,36 +277,33 @@ class Listener:
 
     def take(self, connection: socket.socket, comes_from: str) -> None:
         """Receive who dials over this connection, and return when the stream is over."""
-        stream = None
-        try:
+        with contextlib.suppress(WireError):
             stream = Stream(connection, time.monotonic() + HANDSHAKE_S, self._context)
-            stream.comes_from = comes_from
-            with self._lock:
-                strangers = sum(other.deadline is not None for other in self._streams)
-                if self._is_closed or strangers >= MOST_STRANGERS:
-                    return
-                self._streams.add(stream)
-            stream.shake_hands()
-            nonce = secrets.token_hex(16)
-            stream.write(nonce.encode())
-            shown, _, name = _told(stream).partition("\n")
-            text = _to_sign(nonce, self._identity.fingerprint, name)
-            stream.public = proven_by(text, shown)
-            if name in self._served:
-                stream.write(b"ok")
-                self._served[name](stream)
-                stream.close()
-            elif refusal := self._refusal(name, stream):
-                stream.write(refusal.encode())
-                stream.close(1.0)
-            else:
-                stream.keep_alive()
-        except WireError:
-            pass
-        finally:
-            with self._lock:
-                self._streams.discard(stream)
-            if stream is not None:
+            try:
+                stream.comes_from = comes_from
+                with self._lock:
+                    strangers = sum(other.deadline is not None for other in self._streams)
+                    if self._is_closed or strangers >= MOST_STRANGERS:
+                        return
+                    self._streams.add(stream)
+                stream.shake_hands()
+                nonce = secrets.token_hex(16)
+                stream.write(nonce.encode())
+                shown, _, name = _told(stream).partition("\n")
+                text = _to_sign(nonce, self._identity.fingerprint, name)
+                stream.public = proven_by(text, shown)
+                if name in self._served:
+                    stream.write(b"ok")
+                    self._served[name](stream)
+                    stream.close()
+                elif refusal := self._refusal(name, stream):
+                    stream.write(refusal.encode())
+                    stream.close(1.0)
+                else:
+                    stream.keep_alive()
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
                 stream.cut()
 
     def accept(self, name: str, timeout: float | None, dialer: str = "") -> Pipe:
