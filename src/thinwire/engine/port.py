@@ -316,8 +316,8 @@ class Port:
         self._mailbox.put((kind, step, frame.microbatch), content)
 
     def _note_decision(self, message: BytesLike) -> None:
-        """A decision counts once it is here, and not when its turn comes: whoever replaces its
-        sender hears that it was received, and so has to hear what it was.
+        """A decision counts once it is here, and not when it is due on an emulated link: whoever
+        replaces its sender hears that it was received, and so has to hear what it was.
         """
         kind, step = kind_and_step(message)
         if self._state is not None and kind in (FrameKind.VERDICT, FrameKind.VALIDATED):
