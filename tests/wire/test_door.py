@@ -156,13 +156,17 @@ def test_joined_connections_without_a_byte_are_cut(has_one_ended):
 
 
 def test_a_slow_reader_slows_the_sender_and_loses_nothing():
-    with opened(link_mbps=0) as door, joined(door) as (caller, served):
+    """Also one that reads nothing for longer than a silence may last, and says that it is alive."""
+    with opened(link_mbps=0, idle_s=1.0) as door, joined(door) as (caller, served):
         sent, data = 0, random.randbytes(1 << 20)
         caller.settimeout(0.2)
         with contextlib.suppress(TimeoutError):
             while True:  # until all buffers on the way are full
                 sent += caller.send(data[sent % len(data) :])
         assert door.traffic()[RUN].relayed_bytes <= sent
+        for _ in range(15):
+            served.sendall(b"-")
+            time.sleep(0.1)
         caller.shutdown(socket.SHUT_WR)
         expected = (data * (sent // len(data) + 1))[:sent]
         assert read_to_end(served) == expected

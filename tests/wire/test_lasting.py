@@ -271,6 +271,23 @@ def test_nonsense_is_a_breach(raw, reason):
         other.pipe.read()
 
 
+def test_what_fails_unexpectedly_ends_it_for_whoever_reads_too():
+    class Failing(Passed):
+        def write(self, message):
+            if message[0] == LastingKind.DATA:
+                raise MemoryError
+            super().write(message)
+
+    ours, theirs = memory_pair()
+    theirs.write(HEAD.pack(LastingKind.OPEN, 0) + bytes(8))
+    pipe = LastingPipe(Failing(ours), Network().opener(0), PATIENCE)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(pipe.read)
+        pipe.write(b"x")
+        with pytest.raises(WireError, match="a connection failed: MemoryError"):
+            reading.result(PATIENCE)
+
+
 def test_both_ends_may_close_at_once():
     for _ in range(20):
         ends = join(Network())

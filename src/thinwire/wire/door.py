@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,8 +48,7 @@ T = TypeVar("T")
 Wish = Literal["reach", "wait", "ping"]
 Kind = Literal["direct", "relayed"]
 Prover = Callable[[str], str]  # `Identity.prove` of the host
-Take = Callable[[socket.socket, str], None]
-"""Serves a connection from a host to its end (`Listener.take`)."""
+Take = Callable[[socket.socket, str], None]  # serves a connection from a host to its end
 
 
 @dataclass(frozen=True)
@@ -127,9 +126,8 @@ def ping_all(routes: Sequence[Route], name: str) -> dict[Route, Seen | BaseExcep
 
 
 class Standby(contextlib.AbstractContextManager["Standby"]):
-    """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`.
-    While the door is away it tries again and again. A host that waits for those
-    who want its services needs its prover; the ends of links need none.
+    """The acceptor's end at a door elsewhere: waits there, and has who calls served by `take`;
+    while the door is away it tries again. For its services a host needs its prover, links do not.
     """
 
     def __init__(self, name: str, route: Route, take: Take, prover: Prover | None = None) -> None:
@@ -161,18 +159,16 @@ class Standby(contextlib.AbstractContextManager["Standby"]):
 
     def _wait_for_call(self, connection: socket.socket) -> str | None:
         """Wait for a call, and answer it; from which host it came, None if the wait has ended."""
+        caller = None
         self.waiting.add(connection)
-        try:
+        with contextlib.suppress(OSError, WireError):
             if not self._is_over.is_set():  # else nobody hangs up on it
                 word, _, home = hear(connection, time.monotonic() + LONGEST_WAIT_S).partition(" ")
                 if word == "call":
                     connection.sendall(HERE)
-                    return home
-        except (OSError, WireError):
-            pass
-        finally:
-            self.waiting.discard(connection)
-        return None
+                    caller = home
+        self.waiting.discard(connection)
+        return caller
 
 
 def call(
@@ -322,9 +318,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
         self._served[check_name(name)] = take
 
     def admit(self, run: str, *tokens: str) -> None:
-        """Let those meet here who prove that they know one of these tokens of the run. Called
-        again, it replaces them, and cuts the connections of tokens that are gone.
-        """
+        """Let who proves to know one of these tokens of a run meet here; cut who has others."""
         grants = {who_of(token): Grant(token) for token in tokens}
         self.admit_by(run, grants.get)
         self._hang_up(lambda caller: caller.run == run and caller.who not in grants)
@@ -370,9 +364,7 @@ class Door(contextlib.AbstractContextManager["Door"]):
                 hang_up(caller.connection)
 
     def _receive(self, connection: socket.socket, host: str) -> None:
-        """The life of a connection, from its first byte to its last. Strangers are few, and have
-        their time.
-        """
+        """The life of a connection, from its first byte to its last."""
         limits, caller = self._limits, _Caller(connection, host)
         with self._lock:
             at_home = [other for other in self._callers if other.home == caller.home]
@@ -561,21 +553,35 @@ def home_of(host: str) -> str:
 
 
 def splice(
-    one: socket.socket, other: socket.socket, bounds: Iterable[Allowance], idle_s: float
+    one: socket.socket, other: socket.socket, bounds: Sequence[Allowance], idle_s: float
 ) -> None:
-    """Pass bytes both ways, within bounds, until both directions have ended, or one by an error or
-    `idle_s` without a byte; nothing is raised.
+    """Pass bytes both ways, within bounds, until both directions have ended, or for one an error or
+    `idle_s` without a byte in either; nothing is raised.
     """
+    moved_at = time.monotonic()  # who reads nothing for long still says that it is alive
 
     def passing(source: socket.socket, target: socket.socket) -> None:
+        nonlocal moved_at
+        space = memoryview(bytearray(CHUNK))
         try:
-            while data := source.recv(CHUNK):
-                time.sleep(max(bound.book(len(data), time.monotonic()) for bound in bounds))
-                target.sendall(data)
+            while size := patiently(source.recv_into, space):
+                time.sleep(max(bound.book(size, time.monotonic()) for bound in bounds))
+                left = space[:size]
+                while left:
+                    left = left[patiently(target.send, left) :]
+                moved_at = time.monotonic()
             target.shutdown(socket.SHUT_WR)
         except OSError:
             hang_up(one)
             hang_up(other)
+
+    def patiently(move: Callable[[memoryview], int], space: memoryview) -> int:
+        while True:
+            try:
+                return move(space)
+            except TimeoutError:
+                if time.monotonic() - moved_at >= idle_s:
+                    raise
 
     one.settimeout(idle_s)
     other.settimeout(idle_s)

@@ -23,8 +23,7 @@ WIRE_VERSION = 1
 HEADER_BYTES = 64
 MAX_DIMS = 4
 
-# Everything before the checksum; little-endian, no padding. "3x" would hide the reserved
-# bytes from us, so they are read as bytes and checked.
+# Everything before the checksum; little-endian, no padding. Reserved bytes are read, to be checked.
 _HEAD = struct.Struct("<4sBBHQIIIIB3s4IQ")
 _CHECKSUM = struct.Struct("<I")
 _RESERVED = bytes(3)

@@ -31,12 +31,11 @@ Reopen = Callable[[float], Pipe]  # another connection, within so many seconds; 
 
 
 class LastingPipe(Pipe):
-    """Joins successive connections to one other end into one pipe; both ends must be lasting.
-
-    It begins with `first`, and `reopen` makes the next connections, on a thread that also writes.
-    An outage of more than `outage` seconds breaks it for good. Acknowledgements, and most losses,
-    are noticed by whoever reads: somebody should always do so. `on_down` is told why a connection
-    was lost, `on_up` after how many seconds there is another; neither may wait, or raise.
+    """Joins successive connections to one other end into one pipe; both ends must be lasting. It
+    begins with `first`; `reopen` makes the next ones, on a thread that also writes. An outage of
+    more than `outage` seconds breaks it for good. Acknowledgements, and most losses, are noticed by
+    whoever reads: somebody should always do so. `on_down` is told why a connection was lost,
+    `on_up` after how many seconds there is another; neither may wait, or raise.
     """
 
     def __init__(
@@ -171,6 +170,8 @@ class LastingPipe(Pipe):
             why = f"a connection failed: {error!r}"
         with self._changed:
             self._stop(WireError(why))
+        if connection is not None:  # its reader may wait
+            on_daemon_thread("thinwire close", connection.close)
 
     def _time_left(self) -> float:
         """Seconds until an outage has lasted too long."""
@@ -221,15 +222,13 @@ class LastingPipe(Pipe):
         return self._connection is not connection or self._stopped is not None
 
     def _lose(self, connection: Pipe | None, error: WireError | None, has_read: bool) -> None:
-        """A connection is lost, or cannot be had; without an error, the other end closed it. What
-        the other end may not do, and that this one may not connect, ends the pipe for good.
-        """
+        """A connection is lost, or cannot be had; without an error, the other end closed it."""
         with self._changed:
             if connection is not None and self._over and not has_read:
                 # It may hang up while we still write, which only a reader can tell from a loss.
                 self._changed.wait_for(lambda: self._has_ended(connection), CLOSE_GRACE_S)
             self._reason = str(error or "the other end closed the connection")
-            if isinstance(error, BreachError | AdmissionError):
+            if isinstance(error, BreachError | AdmissionError):  # either end may not do that
                 self._stop(error)
             elif connection is not None and not self._has_ended(connection):
                 if (self._closed and not self._kept) or (error is None and self._over):

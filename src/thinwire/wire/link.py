@@ -33,9 +33,7 @@ Span = tuple[str, int, int, float, float]
 Remedy = Callable[[str, Any, Any], str]  # (key, ours, theirs) -> what to do about it, or nothing
 
 MAX_SPANS = 65536
-# After a failed write, how long the reading thread may take to learn whether the other end
-# had said goodbye before.
-_LAST_WORD_S = 2.0
+_LAST_WORD_S = 2.0  # after a failed write, to hear whether the other end said goodbye before
 _FOREVER_S = 1e9
 MAX_HELLO = 1 << 16
 SLOWEST_MBPS = 1e-3  # below it no run ends
@@ -128,9 +126,7 @@ def handshake(
 
 
 class Link:
-    """Frames to and from one neighbour over a pipe, metered. `max_payload` bounds what the other
-    end may send in one frame.
-    """
+    """Frames to and from one neighbour, metered; one that comes has at most `max_payload` bytes."""
 
     def __init__(self, pipe: Pipe, meter: Meter, name: str, max_payload: int) -> None:
         self.name, self.meter, self.pipe = name, meter, pipe
@@ -152,11 +148,9 @@ class Link:
         on_broken: Callable[[WireError], None],
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begin to move frames; all callbacks run on the link's threads.
-
-        `on_frame` gets every frame except BYE, for which there is `on_end`. If it raises, the link
-        is broken; a WireError says that the frame is not what was agreed, and `on_broken` gets a
-        BreachError.
+        """Begin to move frames; callbacks run on the link's threads. `on_frame` gets each frame but
+        BYE, for which there is `on_end`. If it raises, the link is broken; a WireError says that
+        the frame is not what was agreed, and `on_broken` gets a BreachError.
         """
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
         for loop, work in ((self._send_loop, "packing"), (self._read_loop, "reading")):
@@ -174,16 +168,12 @@ class Link:
             self._queue(item)
 
     def wait_for_room(self, frames: int, timeout: float | None = None) -> None:
-        """Wait until fewer than `frames` frames are still to leave, the uplink too where one is
-        emulated; or the link is lost.
-        """
+        """Wait until fewer than so many have to leave (an emulated uplink, too), or it is lost."""
         until = time.monotonic() + (_FOREVER_S if timeout is None else timeout)
         with self._state:
-            while self._to_leave() >= frames and not self._lost():
-                if (now := time.monotonic()) >= until:
-                    return
+            while self._to_leave() >= frames and not self._lost() and time.monotonic() < until:
                 next_end = self._leaving[0] if self._leaving else until
-                self._state.wait(min(next_end, until) - now)
+                self._state.wait(min(next_end, until) - time.monotonic())
 
     def close(self, timeout: float | None = 10.0) -> None:
         """Send what is queued and a BYE, then close the pipe; never raises, and reports no loss.

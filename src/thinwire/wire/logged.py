@@ -89,7 +89,7 @@ class FrameLog:
                 self._entries.append(Entry(step, kind, *self._store(message), len(message)))
                 self.bytes += len(message)
             except OSError as error:
-                self.trouble, self.reach = str(error), self.latest + 1
+                self.trouble, self.reach = str(error), max(self.reach, self.latest + 1)
                 self._drop(lambda entry: True)
 
     def _store(self, message: BytesLike) -> tuple[Path, int]:
@@ -289,9 +289,7 @@ class LoggedPipe(Pipe):
         nic: Nic | None = None,
         meter: Meter | None = None,
     ):
-        """Without a pipe, this end is the one that was replaced: `go_on` gives it one. The meter
-        counts what is sent again.
-        """
+        """Without a pipe this end is new: `go_on` gives it one. `meter` counts what goes again."""
         self._nic, self._meter = nic, meter or Meter()
         self.fed_bytes = 0  # to followers, beside the link
         # While this end follows: hears what it would send, and witnesses of what the other sends.
@@ -387,21 +385,20 @@ class LoggedPipe(Pipe):
                     raise
 
     def follow(self, pipe: Pipe, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Read what another process gets, and compute the same: until `go_on` takes its place.
-        Whoever feeds it may be replaced too: what it has read it does not get again.
-        """
+        """Read what another process gets, until `go_on` takes its place; its feeder may change."""
         self._meet(pipe, is_wanted, follows=True)
 
     def _meet(
         self, pipe: Pipe, is_wanted: Callable[[], bool], follows: bool = False
     ) -> tuple[Pipe, list[Entry]]:
-        """Both ends say where they stand, and this pipe counts from then on, with the delays of an
-        emulated link; and what to send again.
-        """
+        """Both ends say where they stand, and this pipe counts from then on; what to send again."""
         with self._changed:
             self._coming = pipe
             is_due = is_wanted()  # whoever is given up from here on is hung up on
-        theirs = self._exchange(pipe) if is_due else NOWHERE
+        theirs = NOWHERE
+        if is_due:
+            self._say_position(pipe)
+            theirs = _position_of(pipe)
         with self._changed:
             if self._coming is not pipe or not is_wanted():
                 on_daemon_thread("thinwire close", partial(pipe.close, 0))
@@ -417,7 +414,9 @@ class LoggedPipe(Pipe):
         for as long as it reads; and witnesses of what comes from there, if that is audited.
         WireError once it is lost, or has fallen back behind what the log holds.
         """
-        theirs = self._exchange(pipe, self.state.check_reach)
+        theirs = _position_of(pipe)
+        self.state.check_reach(theirs)
+        self._say_position(pipe)  # which the other end can rely on
         lacks, count = Lacking(theirs), None
         # It says nothing, but a pipe hears what arrived there only while it is read.
         on_daemon_thread("thinwire fed", partial(_hear_out, pipe))
@@ -440,31 +439,10 @@ class LoggedPipe(Pipe):
             with self._changed:  # by identity: two that are empty are equal
                 self._unwitnessed = [one for one in self._unwitnessed if one is not came]
 
-    def _exchange(self, pipe: Pipe, check: Callable[[Position], None] | None = None) -> Position:
-        """Say where this end stands, and hear where the other does; with a `check`, it is said only
-        to one that passes: the other end can rely on that.
-        """
-
-        def say() -> None:
-            with self._changed:
-                mine = self.state.position()
-            pipe.write(msgspec.msgpack.encode(mine))
-
-        if check is None:
-            say()
-        raw = pipe.read_within(_ANSWER_S)
-        if raw is None or len(raw) > MOST_SAID:
-            raise WireError("the other end did not say where it stands")
-        try:
-            theirs = msgspec.msgpack.decode(raw, type=Position)
-        except msgspec.MsgspecError as error:
-            raise BreachError(f"the other end did not say where it stands: {error}") from None
-        if theirs.start < 0:
-            raise BreachError(f"the other end says that it stands at step {theirs.start}")
-        if check is not None:
-            check(theirs)
-            say()
-        return theirs
+    def _say_position(self, pipe: Pipe) -> None:
+        with self._changed:
+            mine = self.state.position()
+        pipe.write(msgspec.msgpack.encode(mine))
 
     def round_trip(self) -> float:
         pipe = self._pipe
@@ -482,6 +460,20 @@ class LoggedPipe(Pipe):
             self._changed.notify_all()
         if pipe is not None:
             pipe.close(grace)
+
+
+def _position_of(pipe: Pipe) -> Position:
+    """Where the other end says that it stands."""
+    raw = pipe.read_within(_ANSWER_S)
+    if raw is None or len(raw) > MOST_SAID:
+        raise WireError("the other end did not say where it stands")
+    try:
+        theirs = msgspec.msgpack.decode(raw, type=Position)
+    except msgspec.MsgspecError as error:
+        raise BreachError(f"the other end did not say where it stands: {error}") from None
+    if theirs.start < 0:
+        raise BreachError(f"the other end says that it stands at step {theirs.start}")
+    return theirs
 
 
 def _hear_out(pipe: Pipe) -> None:

@@ -85,9 +85,7 @@ class _Line(Generic[T]):
         self._is_closed = False
 
     def put(self, item: T, due: float = 0.0) -> None:
-        """To be taken at the time `due`, or right after its predecessor if that is later. WireError
-        if it is closed.
-        """
+        """To be taken at the time `due`, or right after its predecessor if that is later."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

@@ -14,7 +14,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.errors import WireError, printable
 
 _KEEPALIVE = 15, 5, 3  # seconds of silence, seconds between probes, probes
-_DESCRIPTORS = 65536
+_DESCRIPTORS = 65536  # the usual soft limit of 1,024 is meant for programs that use select
 
 
 def address_text(host: str, port: int) -> str:
@@ -68,9 +68,7 @@ def why(error: OSError) -> str:
 
 
 class ListeningPort:
-    """Listens on a port; `receive` gets each connection on a thread of its own, and the host that
-    it comes from.
-    """
+    """Listens on a port; `receive` gets each connection, and its host, on a thread of its own."""
 
     def __init__(
         self, host: str, port: int, receive: Callable[[socket.socket, str], object]
@@ -117,9 +115,7 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process and its children as many open files as the system lets it. The usual soft
-    limit of 1,024 is meant for programs that use select, and is soon used up.
-    """
+    """Allow this process and its children as many open files as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -86,9 +86,7 @@ def _send(connection: socket.socket, seconds: float) -> None:
 
 
 def _receive(connection: socket.socket, seconds: float) -> float:
-    """The rate of what arrives within so long of its first byte, once the connection has found it;
-    0 if it cannot be told.
-    """
+    """The steady rate of what arrives within so long of its first byte; 0 if it cannot be told."""
     arrived: list[tuple[float, int]] = []  # when, and how many bytes by then
     space, total, end = bytearray(_CHUNK), 0, time.monotonic() + _GRACE_S + seconds
     with suppress(TimeoutError):

@@ -1,14 +1,8 @@
 """Pipes over TLS 1.3: messages behind their lengths, and both ends proven by their keys.
 
-A connection begins with the TLS handshake, in which the listener proves its key. Then:
-
-    listener   NONCE
-    dialer     KEY SIGNATURE, a line break, and the name of the stream
-    listener   ok        or: no REASON, or: gone REASON to who is not on the list of members
-
-Before a dialer says anything it has compared the listener's key with the one that it expects. The
-signature covers nonce, listener and name, so it counts once. Afterwards a message is its length (4
-bytes, little-endian) and its bytes; the length 0 ends a direction, 2^32 - 1 says that one is alive.
+A listener proves its key by the TLS handshake. A dialer says nothing before it has compared that
+with the one that it expects; then it signs the listener's nonce and the stream's name, so that the
+signature counts once (docs/wire.md).
 """
 
 import contextlib
@@ -207,11 +201,9 @@ def dial(
     max_message: int,
     tries_again: bool = True,
 ) -> Stream:
-    """Open a stream called `name` to a listener; tries again until `timeout`.
-
-    `whom` is the fingerprint of the key that the listener must prove to have. AdmissionError: this
-    identity is not welcome there. With a single attempt, a BreachError says that the key of who
-    answers is another: then nothing was said to it.
+    """Open a stream called `name` to a listener whose key has the fingerprint `whom`; tries again
+    until `timeout`. AdmissionError: this identity is not welcome there. With a single attempt, a
+    BreachError says that who answers has another key: then nothing was said to it.
     """
     routes = Routes("", to) if isinstance(to, str) else to
     deadline = time.monotonic() + timeout
@@ -285,43 +277,39 @@ class Listener:
 
     def take(self, connection: socket.socket, comes_from: str) -> None:
         """Receive who dials over this connection, and return when the stream is over."""
-        stream = None
-        try:
+        with contextlib.suppress(WireError):
             stream = Stream(connection, time.monotonic() + HANDSHAKE_S, self._context)
-            stream.comes_from = comes_from
-            with self._lock:
-                strangers = sum(other.deadline is not None for other in self._streams)
-                if self._is_closed or strangers >= MOST_STRANGERS:
-                    return
-                self._streams.add(stream)
-            stream.shake_hands()
-            nonce = secrets.token_hex(16)
-            stream.write(nonce.encode())
-            shown, _, name = _told(stream).partition("\n")
-            text = _to_sign(nonce, self._identity.fingerprint, name)
-            stream.public = proven_by(text, shown)
-            if name in self._served:
-                stream.write(b"ok")
-                self._served[name](stream)
-                stream.close()
-            elif refusal := self._refusal(name, stream):
-                stream.write(refusal.encode())
-                stream.close(1.0)
-            else:
-                stream.keep_alive()
-        except WireError:
-            pass
-        finally:
-            with self._lock:
-                self._streams.discard(stream)
-            if stream is not None:
+            try:
+                stream.comes_from = comes_from
+                with self._lock:
+                    strangers = sum(other.deadline is not None for other in self._streams)
+                    if self._is_closed or strangers >= MOST_STRANGERS:
+                        return
+                    self._streams.add(stream)
+                stream.shake_hands()
+                nonce = secrets.token_hex(16)
+                stream.write(nonce.encode())
+                shown, _, name = _told(stream).partition("\n")
+                text = _to_sign(nonce, self._identity.fingerprint, name)
+                stream.public = proven_by(text, shown)
+                if name in self._served:
+                    stream.write(b"ok")
+                    self._served[name](stream)
+                    stream.close()
+                elif refusal := self._refusal(name, stream):
+                    stream.write(refusal.encode())
+                    stream.close(1.0)
+                else:
+                    stream.keep_alive()
+            finally:
+                with self._lock:
+                    self._streams.discard(stream)
                 stream.cut()
 
     def accept(self, name: str, timeout: float | None, dialer: str = "") -> Pipe:
-        """Wait for the peer that dials as `name`; dials by any other name are refused, and with
-        `dialer` so is the holder of the key of another (`who`). The stream breaks when the same
-        peer dials by its name again, and nobody waits for that: it knows of a loss which this end
-        may not have noticed yet.
+        """Wait for who dials as `name`, with a `dialer` for that peer alone (`who`). The stream
+        breaks when the same peer dials by its name again, and nobody waits for that: it knows of a
+        loss which this end may not have noticed yet.
         """
         arrival: futures.Future[Stream] = futures.Future()
         with self._lock:
