@@ -75,16 +75,10 @@ class MetricsWriter(contextlib.ExitStack):
         kept = self._folder / ID_FILE
         if not kept.is_file():
             kept.write_text(secrets.token_hex(8) + "\n")
+        same = {"id": kept.read_text().strip(), "resume": "allow", "dir": str(self._folder)}
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS)
         with _naming(WANDB):
-            run = wandb.init(
-                project=project,
-                name=name,
-                id=kept.read_text().strip(),
-                resume="allow",
-                dir=str(self._folder),
-                config=config,
-                settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
-            )
+            run = wandb.init(project=project, name=name, config=config, settings=quiet, **same)
         # Not wandb's own counter, which refuses to go back, as a resumed run may.
         run.define_metric("*", step_metric="step")
         self._logs[WANDB] = lambda scalars, step: run.log({**scalars, "step": step})
@@ -150,10 +144,8 @@ def _finish(run: Any) -> None:
     try:
         on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
     except TimeoutError:
-        raise TimeoutError(
-            f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
-            "`wandb sync` uploads them later"
-        ) from None
+        late = f"{WANDB} did not take the last metrics within {LAST_SECONDS:g} s"
+        raise TimeoutError(f"{late}; `wandb sync` uploads them later") from None
 
 
 def line_of(kind: str, values: dict[str, Any]) -> str:

@@ -139,14 +139,10 @@ def _cut_table(summary: Summary) -> RenderableType:
     names = "forward", "backward", "dense bf16\none way", "bytes vs\ndense bf16", "busier\nuplink"
     table = plain_table("Bytes per token at each cut", "cut", "stages", numbers=names)
     for row in summary["cuts"]:
+        cut, busy = row["cut"], percent(row["link_utilisation"])
         sizes = (row[f"{name}_bytes_per_token"] for name in ("forward", "backward", "bf16"))
-        table.add_row(
-            str(row["cut"]),
-            f"{row['cut']}, {row['cut'] + 1}",
-            *(f"{size:,.1f}" for size in sizes),
-            saving(row["ratio_vs_bf16"]),
-            percent(row["link_utilisation"]),
-        )
+        numbers = (*(f"{size:,.1f}" for size in sizes), saving(row["ratio_vs_bf16"]), busy)
+        table.add_row(str(cut), f"{cut}, {cut + 1}", *numbers)
     return table
 
 
