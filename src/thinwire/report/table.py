@@ -90,13 +90,10 @@ def _took(summary: Summary) -> Iterator[tuple[str, str]]:
         steps = f"{count:,} step{'s' if count > 1 else ''} of {timed['tokens_per_step']:,} tokens"
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         yield "speed", f"{speed}: {steps} in {elapsed(timed['seconds'])}{left_out}"
-    waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts["waiting"] else ""
-    told = (
-        f"{elapsed(summary['total_seconds'])}: {elapsed(parts['start'])} start, "
-        f"{elapsed(parts['training'])} training, {elapsed(parts['validation'])} validation, "
-        f"{waiting}{elapsed(parts['other'])} saving and ending"
-    )
-    yield "time", told
+    names = {"waiting": "waiting for peers", "other": "saving and ending"}
+    kinds = ("start", "training", "validation", *(["waiting"] if parts["waiting"] else []), "other")
+    told = ", ".join(f"{elapsed(parts[kind])} {names.get(kind, kind)}" for kind in kinds)
+    yield "time", f"{elapsed(summary['total_seconds'])}: {told}"
     measured, simulated = summary["step_seconds_median"], summary["simulated_step_seconds"]
     if measured:
         told = f"{elapsed(measured)} measured (median)"
