@@ -35,8 +35,9 @@ def trained(settings, corpus, folder, steps=None):
     return saved_chain(chain, folder, corpus.tokenizer(), corpus.fingerprint)
 
 
-def save_tensor(run, step, value=0.0, settings=None, tokenizer=None):
-    """A complete checkpoint of one tensor, which ends with this value."""
-    shard = write_shard(partial_folder(run, step), 0, {"w": torch.tensor([0.0, value])})
+def save_tensor(run, step, value=0.0, settings=None, tokenizer=None, others=()):
+    """A complete checkpoint of one tensor, which ends with this value, and of others like it."""
+    tensors = {name: torch.tensor([0.0, value]) for name in ("w", *others)}
+    shard = write_shard(partial_folder(run, step), 0, tensors)
     facts = {"settings": settings or {}, "corpus": "c", "weight_version": 1, "basis_version": 0}
     return commit(run, step, [shard], facts, tokenizer)

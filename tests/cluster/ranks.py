@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from thinwire.cluster.engine import Trainer, World
+from thinwire.cluster.engine import Rank, World
 from thinwire.cluster.grid import Seat, lay_out
 from thinwire.data import Corpus
 from thinwire.settings import Settings
@@ -33,7 +33,7 @@ def go_through(cases):
         folder = Path(settings.run.out) / settings.run.name
         grid = lay_out(settings, seat.world, case["schedule"], case["replicas"])
         world = World(seat, grid, settings.run.device)
-        trainer = Trainer(settings, world, Corpus.open(Path(case["data"])), folder, None)
+        trainer = Rank(settings, world, Corpus.open(Path(case["data"])), folder, None)
         valid, losses = [evaluated(trainer)], []
         for _ in range(settings.train.steps):
             _, [(_, report), *_] = trainer.train_step()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,11 @@ def test_only_checkpoints_count_as_checkpoints(tmp_path):
     assert Checkpoint.open(tmp_path).folder == newest
     assert Checkpoint.open(checkpoints_folder(tmp_path)).folder == newest
     assert Checkpoint.open(checkpoints_folder(tmp_path) / "step-best").step == 2
+    beside = shutil.copytree(newest, tmp_path / "step-00000004")
+    assert list_checkpoints(tmp_path) == [newest]
     prune(tmp_path, 1, newest)
     assert names(tmp_path) == ["step-00000001", "step-00000003-copy", "step-best"]
+    assert beside.exists()
 
 
 @pytest.mark.parametrize(
@@ -139,6 +143,14 @@ def test_tensors_listed_but_absent_are_refused(tmp_path):
     (folder / "stage-0.safetensors").write_bytes(b"no tensors at all")
     with pytest.raises(CheckpointError, match=r"stage-0\.safetensors cannot be read"):
         checkpoint.tensors(["w"])
+
+
+def test_a_file_is_opened_once_for_all_that_is_read_of_it(tmp_path, monkeypatch):
+    checkpoint, opened = Checkpoint.open(save_tensor(tmp_path, 1, others=("v", "u"))), []
+    unwatched = Checkpoint._opened
+    monkeypatch.setattr(Checkpoint, "_opened", lambda *at: (opened.append(at), unwatched(*at))[1])
+    assert len(checkpoint.tensors("uvw")) == len(checkpoint.tensors_under("")) == 3
+    assert len(opened) == 2
 
 
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from settings_values import narrow
-from thinwire.engine.checkpoint import is_finite
+from thinwire.engine.trace import is_finite
 from thinwire.errors import WireError
 from thinwire.run.conduct import first_not_finite
 

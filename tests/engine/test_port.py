@@ -219,7 +219,7 @@ def test_a_step_waits_until_it_is_opened_and_the_one_after_it_goes_on_waiting():
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_tensor_is_remembered_once(is_held):
-    """The mailbox would drop it, but the codec would have moved on by then."""
+    """Else the codec would move on twice."""
     pair = Remembering(first_step=4)
     frame = pair.frame(4, 0)
     if not is_held:

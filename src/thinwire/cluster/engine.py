@@ -37,7 +37,7 @@ from thinwire.engine.checkpoint import Checkpoint, list_checkpoints
 from thinwire.engine.cut import ends_of
 from thinwire.engine.feed import Feed
 from thinwire.engine.passes import autocast_for, weights_rounded_once
-from thinwire.engine.reports import Evaluation, Meters, ShardFailed, ShardWritten, StageCosts, Step
+from thinwire.engine.reports import Evaluation, Meters, StageCosts, Step
 from thinwire.engine.state import StageState
 from thinwire.engine.step_end import StageUpdate, StepEnd, Verdict, global_norm, unpack_tally
 from thinwire.engine.trace import FORWARD
@@ -64,8 +64,7 @@ class World:
     """All ranks of a run as one of them sees them: who it is, and what they agree on."""
 
     def __init__(self, seat: Seat, grid: Grid, wanted_device: str):
-        self.seat = seat
-        self.grid = grid
+        self.seat, self.grid = seat, grid
         self.device = choose_device(wanted_device, seat.local_rank)
         on_gpu = self.device.type == "cuda" and seat.local_world <= torch.cuda.device_count()
         self.backend = "nccl" if on_gpu else "gloo"
@@ -179,8 +178,7 @@ def run(
             stack.enter_context(scratch(folder))
             (folder / ENDED).unlink(missing_ok=True)
         place = str(weights.folder.resolve()) if weights else ""
-        said = world.share(json.dumps([settings.to_plain(), place]).encode())
-        plain, place = json.loads(said)
+        plain, place = json.loads(world.share(json.dumps([settings.to_plain(), place]).encode()))
         settings = Settings.from_plain(plain)
         if place and weights is None:
             weights = Checkpoint.open(Path(place), allow_plugins=True)  # rank 0 has been asked
@@ -277,8 +275,8 @@ class HeldStage(nn.Module):
         return found
 
 
-class Trainer:
-    """The stages of one rank, trained together with all other ranks.
+class Rank:
+    """The stages of one rank, trained together with all other ranks; one of them keeps the record.
 
     For the end of a step it is the way to both neighbours. The tally and the losses of a rank reach
     every other one, and each makes of them the verdict of a first stage (engine/worker.py).
@@ -287,9 +285,8 @@ class Trainer:
     def __init__(
         self, settings: Settings, world: World, data: Corpus, folder: Path, resume: Path | None
     ):
-        self.settings = settings
-        self.world = world
-        self.folder = folder
+        self.settings, self.world, self.folder = settings, world, folder
+        self.record: RunRecord | None = None
         self.feed = Feed(data, settings, world.device)
         self.stop_requested = False  # of this rank; one is enough
         self.loss = 0.0  # of the step, once there is a verdict
@@ -412,11 +409,6 @@ class Trainer:
                 part = output[: held.above.floats[Leg.FORWARD]]
                 dist.send(part, group=world.pipeline, group_dst=target)
 
-    def save(self) -> list[tuple[int, ShardWritten | ShardFailed]]:
-        """Write this rank's parts of a checkpoint; replicas hold the same, so one of them does."""
-        held = self.held if self.world.replica == 0 else []
-        return [(one.index, one.state.save(self.folder, one.index)) for one in held]
-
     def _report(
         self, held: HeldStage, step: int, lr: float, verdict: Verdict, start: float
     ) -> Step:
@@ -446,12 +438,6 @@ class Trainer:
             not_finite=held.update.sightings.take_first(step),
         )
 
-
-class Rank(Trainer):
-    """The life of a rank once all is prepared; one of them keeps the record."""
-
-    record: RunRecord | None = None
-
     def live(self, started: float) -> dict[str, Any] | None:
         """Train to the end; the summary where the record is kept."""
         device = str(self.world.device)
@@ -473,8 +459,7 @@ class Rank(Trainer):
             raise
 
     def _train(self) -> None:
-        settings = self.settings
-        stop = False
+        settings, stop = self.settings, False
         while self.done < settings.train.steps and not stop:
             if self.done == self.first_step or settings.is_evaluation_step(self.done):
                 self._keep(self.evaluate())
@@ -482,14 +467,16 @@ class Rank(Trainer):
             self._keep(reports)
             stop = verdict.stop
             if verdict.checkpoint:
-                self._save()
+                self.save()
         if not stop:
             self._keep(self.evaluate())
         self.stop_requested = stop
 
-    def _save(self) -> None:
-        parts = [part for _, part in self._gather(self.save())]
-        made, error = settled_checkpoint(self.done, parts)
+    def save(self) -> None:
+        """Save a checkpoint with all ranks; replicas hold the same, so one of them writes it."""
+        held = self.held if self.world.replica == 0 else []
+        parts = self._gather([(one.index, one.state.save(self.folder, one.index)) for one in held])
+        made, error = settled_checkpoint(self.done, [part for _, part in parts])
         self._do(made)
         if error is not None:
             raise error
@@ -497,7 +484,8 @@ class Rank(Trainer):
     def _do(self, command: Command) -> None:
         if self.record is not None:
             self.record.carry_out(command)
-            self.stop_requested |= self.record.is_to_stop
+            if self.record.is_to_stop:  # a signal may ask for it meanwhile
+                self.stop_requested = True
 
     def _keep(self, said: Sequence[tuple[int, Step | Evaluation | Finished]]) -> None:
         """Record what all stages say."""

@@ -72,8 +72,7 @@ class StageBuilder:
     """Builds stages of one run on one device; they share one space, held once."""
 
     def __init__(self, settings: Settings, device: torch.device):
-        self.settings = settings
-        self.device = device
+        self.settings, self.device = settings, device
         self.dtype = WEIGHT_TYPES[settings.run.precision]
         self.architecture = architecture(settings.model)
         self.space: Space | None = None

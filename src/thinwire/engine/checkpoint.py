@@ -17,7 +17,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,12 +26,12 @@ from typing import Annotated, Any
 
 import msgspec
 import safetensors
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from thinwire.codec import PluginError
 from thinwire.data.chat import CONFIG
+from thinwire.engine.trace import not_finite
 from thinwire.errors import CheckpointError, ConfigError, GoneError
 from thinwire.folders import flush
 from thinwire.settings import Settings
@@ -89,7 +88,10 @@ class Source(ABC):
                 f"{len(missing)} tensors are missing from {self}, such as {min(missing)}: it was "
                 "written by a model of another shape"
             )
-        return {name: self._read(name) for name in sorted(wanted)}
+        return self._read_all(wanted)
+
+    def _read_all(self, names: set[str]) -> dict[str, Tensor]:
+        return {name: self._read(name) for name in sorted(names)}
 
     def tensor(self, name: str) -> Tensor:
         """One of them."""
@@ -103,8 +105,8 @@ class Source(ABC):
 
     def tensors_under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names begin so, by the rest of their names."""
-        found = (name for name in self._names if name.startswith(prefix))
-        return {name.removeprefix(prefix): self._read(name) for name in found}
+        found = self._read_all({name for name in self._names if name.startswith(prefix)})
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
 class Snapshot(Source):
@@ -175,22 +177,9 @@ def write_shard(folder: Path, stage: int, tensors: dict[str, Tensor]) -> Shard:
         ) from error
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all entries are finite: a sum reads a tensor once, and only it may overflow too."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> str:
-    """The first of these whose entries are not all finite, if any: as `is_finite`, all at once."""
-    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
-    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
-    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
-    return next((name for name in suspects if not is_finite(named[name])), "")
-
-
 def not_finite_in(file: Any) -> str:
-    """The same of the tensors of an open safetensors file, which are mapped. What was gathered for
-    the next move of a basis does not count: none is made unless it is finite.
+    """The first tensor of an open safetensors file, which is mapped, that is not finite. What was
+    gathered for the next move of a basis does not count: none is made unless it is.
     """
     names = sorted(set(file.keys()) - {COVARIANCE, NEXT_MEASURES})
     return not_finite({name: file.get_tensor(name).flatten() for name in names})
@@ -205,8 +194,8 @@ def list_checkpoints(place: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first, given its folder or the one of its checkpoints;
     copies under other names do not count.
     """
-    found = [*checkpoints_folder(place).glob("step-*"), *place.glob("step-*")]
-    is_step = re.compile(r"step-\d{8}").fullmatch
+    inside, is_step = checkpoints_folder(place), re.compile(r"step-\d{8}").fullmatch
+    found = (inside if inside.is_dir() else place).glob("step-*")
     return sorted(path for path in found if is_step(path.name) and (path / MANIFEST).is_file())
 
 
@@ -224,7 +213,7 @@ class Checkpoint(Source):
         versions = Versions(self.manifest["weight_version"], self.manifest["basis_version"])
         names = (name for shard in self.shards for name in shard.tensors)
         super().__init__(self.manifest["step"], versions, names)
-        self._allow_plugins, self._trusted_plugins = allow_plugins, set(trusted_plugins)
+        self._allow_plugins, self._trusted_plugins = allow_plugins, [*trusted_plugins]
 
     @classmethod
     def open(
@@ -299,9 +288,15 @@ class Checkpoint(Source):
         return path if path.is_file() else None
 
     def _read(self, name: str) -> Tensor:
-        shard = next(shard for shard in self.shards if name in shard.tensors)
-        with self._opened(shard) as file:
-            return file.get_tensor(name)
+        return self._read_all({name})[name]
+
+    def _read_all(self, names: set[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for shard in self.shards:  # to open a file reads the names of all that it holds
+            if here := names.intersection(shard.tensors) - found.keys():
+                with self._opened(shard) as file:
+                    found |= {name: file.get_tensor(name) for name in sorted(here)}
+        return found
 
     def __str__(self) -> str:
         return f"checkpoint {self.folder}"

@@ -49,8 +49,7 @@ class Merged(Source):
         names = (name for name in source.names() if not is_adapter(name))
         super().__init__(source.step, source.versions, names)
         self.settings = dataclasses.replace(source.settings, lora=LoraConfig())
-        self._source = source
-        self._scale = source.settings.lora.scale
+        self._source, self._scale = source, source.settings.lora.scale
 
     def _read(self, name: str) -> Tensor:
         ways = [name, self._beside(name, DOWN), self._beside(name, UP)]
@@ -163,8 +162,7 @@ class Transfer:
         is_alike = saved == now and (not now or self._keeps_space)
         keeps_adapters = is_alike and source.settings.lora == settings.lora
         self._source = source if keeps_adapters else merged(source)
-        self._settings = settings
-        self._names = self._source.names()
+        self._settings, self._names = settings, self._source.names()
         # It goes on with the source's basis where both runs share one.
         if self._space is not None and self._keeps_space and BASIS in self._names:
             self._space.basis_DK.copy_(self._source.tensor(BASIS))

@@ -98,8 +98,7 @@ class Feed:
     ):
         limit = batches or settings.train.eval_batches
         source = data if isinstance(data, TokenSource) else CorpusTokens(data, settings, limit)
-        self._source: TokenSource = source
-        self._device = device
+        self._source, self._device = source, device
         self.example_count = source.example_count  # to train on, the same in every epoch
         self.validation_count = source.validation_count  # microbatches
         batch, pipeline = settings.train.batch, settings.pipeline

@@ -150,15 +150,11 @@ class Port:
     """
 
     def __init__(self, link: Link, end: CutEnd, mailbox: Mailbox, due: Due, sightings: Sightings):
-        self.link = link
-        self.stage = due.stage
-        self._end = end
-        self._mailbox = mailbox
-        self._due = due
+        self.link, self._end, self._mailbox, self._due = link, end, mailbox, due
+        self._sightings, self.stage = sightings, due.stage
         self._sender = due.stage + (-1 if due.is_from_below else 1)
         # Steps that are still under way when the next one is opened.
         self._steps_behind = min(due.schedule.delay, 1)
-        self._sightings = sightings
         self._gate = threading.Lock()
         self._open_step = due.first_step - 1  # a validation may come before the first step
         # Of the open step and later: what came, and the microbatches that were sent, by step.
@@ -280,7 +276,7 @@ class Port:
             answers = len(self._sent.get(frame.step, ()))
             if self._steps_behind and frame.step > self._due.first_step:
                 answers -= schedule.microbatches - len(self._sent.get(frame.step - 1, ()))
-            wanted = number - schedule.held[self._due.stage - 1] + 1
+            wanted = number - schedule.held[self.stage - 1] + 1
             if number >= schedule.delay:  # the step before is over
                 wanted = max(0, wanted)
             if answers < wanted:
@@ -316,9 +312,7 @@ class Port:
         self._mailbox.put((kind, step, frame.microbatch), content)
 
     def _note_decision(self, message: BytesLike) -> None:
-        """A decision counts once it is here, and not when it is due on an emulated link: whoever
-        replaces its sender hears that it was received, and so has to hear what it was.
-        """
+        """Whoever replaces its sender hears that it was received: what it was must be known too."""
         kind, step = kind_and_step(message)
         if self._state is not None and kind in (FrameKind.VERDICT, FrameKind.VALIDATED):
             with contextlib.suppress(WireError):  # which shows when it is taken in

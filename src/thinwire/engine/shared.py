@@ -25,14 +25,8 @@ from torch import Tensor
 
 from thinwire.codec import Leg, Place, TensorSpec, parse_codec
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import (
-    BASIS,
-    COVARIANCE,
-    NEXT_BASIS,
-    NEXT_MEASURES,
-    Source,
-    is_finite,
-)
+from thinwire.engine.checkpoint import BASIS, COVARIANCE, NEXT_BASIS, NEXT_MEASURES, Source
+from thinwire.engine.trace import is_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer, project
 from thinwire.model.subspace import BasisMove, grassmann_step, orthonormality_error
@@ -54,8 +48,7 @@ class Keeper:
     def __init__(self, builder: StageBuilder, stage: Stage, optimizer: StageOptimizer):
         assert builder.space is not None, "there is a space to keep to"
         self.space = builder.space
-        self._config = builder.settings.boundary
-        self._steps = builder.settings.train.steps
+        self._config, self._steps = builder.settings.boundary, builder.settings.train.steps
         self._stage, self._optimizer = stage, optimizer
         self._constraint = builder.constraint(stage, in_training=True)
         self._is_last = stage.outgoing is None
@@ -201,8 +194,7 @@ class SharedRows:
     def __init__(self, settings: Settings, index: int, stage: Stage, optimizer: StageOptimizer):
         table_VD = stage.embedding_copy()
         assert table_VD is not None, "every stage has the embedding, or a copy"
-        self.table_VD = table_VD
-        self.index = index
+        self.table_VD, self.index = table_VD, index
         self.rows_R = torch.zeros(0, dtype=torch.int64, device=table_VD.device)
         """The rows that are due in the step under way, once `choose` has looked."""
         self.codec = parse_codec(settings.codec.rows)

@@ -96,13 +96,12 @@ def agreements(ends: Iterable[CutEnd | None]) -> Agreements:
 def names_for_stage(settings: Settings, stage: int, names: Iterable[str]) -> set[str]:
     """Those of a state's tensors that a stage of these settings restores from."""
     built = StageBuilder(settings, torch.device("meta")).build(stage)
-    exact = {*built.global_parameters()}
+    exact = {*built.global_parameters(), BASIS, NEXT_BASIS, SEEN, ROWS + built.names[0]}
     exact |= {BEFORE + name for name in built.trained_parameters()}
     prefixes = [f"{OPTIMIZER}{name}/" for name in built.trained_parameters()]
     for cut, is_lower in cuts_of(settings, stage):
         above = settings.split()[cut].stop
         prefixes += [memory_prefix(above, leg, is_lower) for leg in Leg]
-    exact |= {BASIS, NEXT_BASIS, SEEN, ROWS + built.names[0]}
     exact |= {COVARIANCE, NEXT_MEASURES} if built.outgoing is None else set()
     return {name for name in names if name in exact or name.startswith(tuple(prefixes))}
 
@@ -154,9 +153,8 @@ class ShardCheck:
 
     def __init__(self, settings: Settings, data: Corpus, scratch: Path):
         """`scratch`: where codec memories that are too large for memory are restored."""
-        self._settings = settings
+        self._settings, self._scratch = settings, scratch
         self._feed = Feed(data, settings, torch.device("cpu"))
-        self._scratch = scratch
 
     def objection(self, stage: int, part: ShardWritten, path: Path) -> str:
         """Why this file is not the part that the stage reported; empty if it is. OSError or

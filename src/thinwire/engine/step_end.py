@@ -18,9 +18,9 @@ from torch import Tensor
 
 from thinwire.codec import Leg
 from thinwire.engine.build import StageBuilder
-from thinwire.engine.checkpoint import Versions, is_finite, not_finite
+from thinwire.engine.checkpoint import Versions
 from thinwire.engine.shared import FROM_ABOVE, FROM_BELOW, Keeper, SharedRows, row_number
-from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace
+from thinwire.engine.trace import BACKWARD, GRADIENT, Sightings, StepTrace, is_finite, not_finite
 from thinwire.errors import StageError, WireError
 from thinwire.model import Stage, StageOptimizer
 from thinwire.wire import HEADER_BYTES, FrameKind
@@ -113,8 +113,7 @@ class StageUpdate:
         )
         self.rows = SharedRows(settings, index, stage, optimizer) if by_rows else None
         self.keeper = Keeper(builder, stage, optimizer) if builder.space else None
-        self.twin = twin
-        self._is_latest = True
+        self.twin, self._is_latest = twin, True
         self._clip = settings.optim.clip
         self._delay, self._microbatches = settings.pipeline.delay, settings.pipeline.microbatches
         if self._delay and twin is None:

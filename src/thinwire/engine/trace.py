@@ -1,12 +1,12 @@
 """What a stage notes of its own work: what it does, how long it takes, where values go bad."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
-
-from thinwire.engine.checkpoint import is_finite
 
 # Where values that are not finite may be seen.
 INPUT = "input"  # the activations that the stage below sent
@@ -56,6 +56,19 @@ class StepTrace:
             for where, label, start, end in self.spans
             if where == lane and label.startswith(prefix)
         )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all entries are finite: a sum reads a tensor once, and only it may overflow too."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """The first of these whose entries are not all finite, if any: as `is_finite`, all at once."""
+    named = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    sums = torch.stack([tensor.sum() for tensor in named.values()]).tolist() if named else []
+    suspects = (name for name, total in zip(named, sums, strict=True) if not math.isfinite(total))
+    return next((name for name in suspects if not is_finite(named[name])), "")
 
 
 class Sightings:

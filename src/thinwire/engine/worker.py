@@ -35,7 +35,7 @@ from thinwire.model import Score, learning_rate
 from thinwire.schedule.build import Kind
 from thinwire.settings import Settings
 from thinwire.settings.crossing import checkpoint_steps
-from thinwire.wire import FrameKind, Link, Span
+from thinwire.wire import FrameKind, Link
 
 RELEASE, EPOCH, SECTIONS = "thinwire", "epoch", "settings"  # of a contract between machines
 # What is sent in a training step, and its label in the trace.
@@ -309,7 +309,10 @@ class Worker:
             self.update.sightings.note(step, FORWARD)
         for port in self._ports:
             # The tensors of this step have arrived, or it would not be over.
-            self._trace_sent(port.link.take_spans())
+            for kind, of_step, microbatch, begun, ended in port.link.take_spans():
+                if of_step in self._running and kind in _SENT:
+                    label = _SENT[kind].format(microbatch)
+                    self._running[of_step].spans.append(("send", label, begun, ended))
         del self._running[step]
         count, seconds = self._schedule.microbatches, partial(running.seconds, "compute")
         now = time.monotonic()
@@ -338,13 +341,6 @@ class Worker:
             port.close_step(step)
         self.state.step = step + 1
         return verdict
-
-    def _trace_sent(self, sent: list[Span]) -> None:
-        """Note what links have sent with the steps that it was of."""
-        for kind, step, microbatch, start, end in sent:
-            if step in self._running and kind in _SENT:
-                label = _SENT[kind].format(microbatch)
-                self._running[step].spans.append(("send", label, start, end))
 
     def _decide(self, step: int, commit: bool) -> tuple[bool, bool]:
         """On the first stage: whether all stages checkpoint after this step, and stop. Gradients
