@@ -6,7 +6,9 @@ import threading
 import pytest
 
 from thinwire import safe_stream as stream_module
+from thinwire.background import on_daemon_thread
 from thinwire.safe_stream import SafeStream
+from waiting import PATIENCE
 
 
 @pytest.fixture
@@ -58,3 +60,16 @@ def test_the_oldest_gives_way_and_the_newest_stays(pipe, monkeypatch):
     assert "earlier pieces of output were dropped unread\n" in text
     assert len(text) < 110_000
     assert text.splitlines()[-1].startswith("line 004999")
+
+
+def test_who_waits_for_a_reader_that_has_stopped_is_not_kept_by_what_others_write(pipe):
+    safe, is_over = never_waiting(pipe[1]), threading.Event()
+    safe.write("x" * 200_000)  # more than the pipe holds
+
+    def go_on():
+        while not is_over.wait(0.01):
+            safe.write("more\n")
+
+    on_daemon_thread("others", go_on)
+    on_daemon_thread("end", lambda: safe.finish(0.2)).result(PATIENCE)
+    is_over.set()

@@ -184,9 +184,8 @@ def train_command(options: argparse.Namespace) -> None:
 
     config, resume = options.config, options.resume
     if config is None and resume in (None, True):
-        raise ConfigError(
-            "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
-        )
+        told = "train needs a run.toml (`thinwire init` writes one) or the folder of a run"
+        raise ConfigError(told)
     if config is None and resume.is_dir():  # `train --resume X` names one thing for both
         above = resume, *resume.parents[:2]
         config = next((p for p in above if (p / "config.toml").is_file()), resume)

@@ -23,8 +23,7 @@ def add_model_commands(add: AddCommand) -> None:
     _add_checkpoint(sub)
     about = "validation microbatches; 0 = as in training, or all of --data"
     add_value(sub, "--batches", number(int, 0), about, 0)
-    about = "file or folder of other text to score"
-    sub.add_argument("--data", type=Path, metavar="PATH", help=about)
+    sub.add_argument("--data", type=Path, metavar="PATH", help="file or folder of text to score")
     add_value(sub, "--text-key", str, "with --data: key or column that holds the text", "text")
     sub.add_argument("--json", action="store_true", help="print JSON")
 
@@ -72,8 +71,7 @@ def add_model_commands(add: AddCommand) -> None:
     sub.add_argument("--force", action="store_true", help="replace an earlier import")
 
     sub = add("export", export_command, "write a checkpoint as a Hugging Face model folder")
-    about = "a checkpoint, or a run folder (its newest checkpoint)"
-    sub.add_argument("checkpoint", type=Path, help=about)
+    sub.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder (its newest)")
     sub.add_argument("--to", choices=("hf",), default="hf", help="format (default: hf)")
     sub.add_argument("folder", type=Path, help="folder to write")
     about = "type of the weights: as trained, or rounded to half the size (default: fp32)"
@@ -92,8 +90,7 @@ def add_model_commands(add: AddCommand) -> None:
 
 
 def _add_checkpoint(sub: argparse.ArgumentParser) -> None:
-    about = "a checkpoint, or a run folder (its newest checkpoint)"
-    sub.add_argument("checkpoint", type=Path, help=about)
+    sub.add_argument("checkpoint", type=Path, help="a checkpoint, or a run folder (its newest)")
     about = "apply the run's codecs at its cuts (default: on)"
     sub.add_argument("--compression", default="on", choices=("on", "off"), help=about)
     add_plugins(sub)
@@ -126,11 +123,9 @@ def eval_command(options: argparse.Namespace) -> None:
         return
     bits = f", {result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else ""
     what = f"loss on {options.data}" if options.data else "validation loss"
-    print(
-        f"{result['checkpoint']}: {what} {result['valid_loss']:.4f} (perplexity "
-        f"{result['perplexity']:.1f}{bits}) over {result['tokens']:,} tokens, compression "
-        f"{result['compression']}"
-    )
+    loss = f"{result['valid_loss']:.4f} (perplexity {result['perplexity']:.1f}{bits})"
+    over = f"{result['tokens']:,} tokens, compression {result['compression']}"
+    print(f"{result['checkpoint']}: {what} {loss} over {over}")
 
 
 def _eval_tasks(options: argparse.Namespace) -> None:
@@ -241,14 +236,8 @@ def export_command(options: argparse.Namespace) -> None:
 
     if options.base and not options.adapter:
         raise ConfigError("--base has no effect without --adapter: a whole model needs no base")
-    wanted = Wanted(
-        options.folder,
-        options.dtype,
-        replace=options.force,
-        verify=not options.no_verify,
-        tokenizer=options.tokenizer,
-        shard_bytes=int(options.shard_gb * 1e9),
-    )
+    files = options.tokenizer, int(options.shard_gb * 1e9)
+    wanted = Wanted(options.folder, options.dtype, options.force, not options.no_verify, *files)
     with open_display(sys.stderr) as display:
         checkpoint = Checkpoint.open(options.checkpoint, options.allow_plugins)
         if options.adapter:

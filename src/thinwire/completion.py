@@ -4,8 +4,6 @@ What shtab does not know are the settings that `--set` takes: these are added he
 """
 
 import argparse
-import dataclasses
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,11 +30,8 @@ _ZSH = "_thinwire_settings() {{ compadd -S '' -- {names}; }}"
 
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
     """The script to source (bash, zsh) or to put among fish's completions."""
-    sections = typing.get_type_hints(Settings).items()
-    keys = [
-        f"{section}.{key.name}=" for section, kind in sections for key in dataclasses.fields(kind)
-    ]
-    names = " ".join(keys)
+    sections = Settings().to_plain().items()
+    names = " ".join(f"{section}.{key}=" for section, keys in sections for key in keys)
     added = {"zsh": _ZSH.format(names=names), "fish": f"set -g {_SETTINGS} {names}"}
     settings = {"zsh": _SETTINGS, "fish": f"${_SETTINGS}", "preamble": added}
     for option in _options(parser):

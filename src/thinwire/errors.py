@@ -37,10 +37,8 @@ class GoneError(ConfigError):
     """Settings with an option that has gone: 0.1.0 is the last release that has it."""
 
     def __init__(self, what: str):
-        super().__init__(
-            f"{what} has gone from thinwire. Runs and checkpoints with it open with release "
-            "0.1.0: pip install thinwire==0.1.0"
-        )
+        way = "Runs and checkpoints with it open with release 0.1.0: pip install thinwire==0.1.0"
+        super().__init__(f"{what} has gone from thinwire. {way}")
 
 
 class DataError(ThinwireError):

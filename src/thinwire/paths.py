@@ -11,9 +11,8 @@ def expanded(path: str | Path, what: str) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:  # no such user, or one without a home
-        raise ConfigError(
-            f"{what} = {path} names an unknown home folder: write the path in full"
-        ) from None
+        unknown = f"{what} = {path} names an unknown home folder"
+        raise ConfigError(f"{unknown}: write the path in full") from None
 
 
 def data_folder() -> Path:

@@ -34,7 +34,8 @@ class SafeStream:
         self._is_waiting, self._is_idle = True, True
         self._held: collections.deque[bytes] = collections.deque(maxlen=_MOST_HELD)
         self._dropped = 0  # texts, since the last one that was written
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._more, self._taken = threading.Condition(lock), threading.Condition(lock)
 
     def never_wait(self) -> None:
         """From now on `write` returns at once, whatever the reader does."""
@@ -48,11 +49,11 @@ class SafeStream:
         if self._is_waiting:
             self._put(encoded)
         elif encoded:
-            with self._changed:  # the oldest gives way where a reader takes too little
+            with self._more:  # the oldest gives way where a reader takes too little
                 self._dropped += len(self._held) == _MOST_HELD
                 self._held.append(encoded)
                 self._is_idle = False
-                self._changed.notify_all()
+                self._more.notify()
         return len(text)
 
     def flush(self) -> None:
@@ -60,8 +61,8 @@ class SafeStream:
 
     def finish(self, patience: float | None = STALLED_SECONDS) -> None:
         """Wait until everything is read, or until the reader pauses for so long; None: any time."""
-        with self._changed:
-            while not self._is_idle and self._changed.wait(patience):
+        with self._taken:
+            while not self._is_idle and self._taken.wait(patience):
                 pass
 
     def __getattr__(self, name: str) -> Any:
@@ -86,10 +87,10 @@ class SafeStream:
 
     def _work(self) -> None:
         while True:
-            with self._changed:
+            with self._more:
                 self._is_idle = not self._held
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._held)
+                self._taken.notify_all()
+                self._more.wait_for(lambda: self._held)
                 text, lost = self._held.popleft(), self._dropped
                 self._dropped = 0
             if lost:

@@ -52,14 +52,8 @@ def train(
         where = f"in {peers} processes" if peers else "as processes"
         display.phase("start", f"{stages} stages {where}, links under mutual TLS{source}")
         began = checkpoint.step if checkpoint else 0
-        order = Assignment(
-            stages=[],
-            identity=Identity("", ""),
-            settings=settings.to_plain(),
-            corpus=str(data.folder.resolve()),
-            run_folder=str(folder.resolve()),
-            resume=str(origin.resolve()) if origin else "",
-        )
+        corpus, own, start = (str(p.resolve()) if p else "" for p in (data.folder, folder, origin))
+        order = Assignment([], Identity("", ""), settings.to_plain(), corpus, own, resume=start)
         coordinator = coordinator_of(settings, folder, checkpoint, held)
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (

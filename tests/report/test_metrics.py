@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from records import step_record
-from thinwire.errors import ConfigError, MissingPackageError
+from thinwire.errors import ConfigError, MissingPackageError, WireError
 from thinwire.report import EvaluationRecord, MetricsWriter, metrics
 from waiting import PATIENCE, wait_until
 
@@ -156,7 +156,7 @@ def test_metrics_are_logged_and_a_loss_of_the_log_ends_nothing(quiet_wandb, tmp_
         writer.log_to_wandb("wires", "first", {"run": {"seed": 7}})
         writer.step(step_record(1))
         sys.modules["wandb"].run.finish()
-        with pytest.raises(Exception, match="finished"):
+        with pytest.raises(WireError, match=r"^Weights & Biases gets no more of them: .*finished"):
             writer.step(step_record(2))
         writer.step(step_record(3))
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

@@ -376,7 +376,9 @@ def test_who_is_found_to_lie_is_named_once_and_replaced_if_that_is_wished(house,
     changes = {"train__audit": True, "train__audit_replaces": replaces}
     with leads("ana", "ben", trains=True, **changes) as (led, *_):
         led.peers._base.display.announce = told = Mock()
-        stage = audits(led, house.join("cleo"), lie, lie)
+        cleo = house.join("cleo")
+        stage = audits(led, cleo, lie, lie)
+        cleo.say(lie, 1 - stage)  # by which it does not stand
         liar = led.peers._base.formation.seats[stage]
         why = f"stage {stage} is replaced by its stand-by, for it sent other values"
         for _ in range(2 * replaces):  # it may be that others are replaced at the time

@@ -112,12 +112,9 @@ class PlainDisplay(Display, contextlib.AbstractContextManager["PlainDisplay"]):
         record, self._unshown = self._unshown, None
         if record is not None:
             self._step_due = monotonic() + _LINE_INTERVAL
-            self._line(
-                "train",
-                f"{_step_count(record.step, record)}  loss {loss_text(record.loss):>7}"
-                f"  {record.tokens_per_s:>7,.0f} tok/s"
-                f"  {record.step_seconds:>6.2f} s/step  ETA {duration(record.eta_seconds)}",
-            )
+            count, left = _step_count(record.step, record), duration(record.eta_seconds)
+            speed = f"{record.tokens_per_s:>7,.0f} tok/s  {record.step_seconds:>6.2f} s/step"
+            self._line("train", f"{count}  loss {loss_text(record.loss):>7}  {speed}  ETA {left}")
 
 
 def padded_tag(tag: str) -> str:
@@ -205,10 +202,8 @@ class LiveDisplay(PlainDisplay):
             run.truncate(self._console.width // 3, overflow="ellipsis")
             bar = ProgressBar(total=max(1, record.steps), completed=record.step)
             left = Text(f"ETA {duration(record.eta_seconds)}", style="bold")
-            facts = (
-                f"loss {loss_text(record.loss)}{self._valid}   {record.tokens_per_s:,.0f} tok/s   "
-                f"{record.step_seconds:.2f} s/step"
-            )
+            speed = f"{record.tokens_per_s:,.0f} tok/s   {record.step_seconds:.2f} s/step"
+            facts = f"loss {loss_text(record.loss)}{self._valid}   {speed}"
             parts.append(Rule(style="dim"))  # parts the panel from the lines above it
             parts.append(_row(run, f"step {record.step:,}/{record.steps:,}", bar, left))
             parts.append(Text(facts, no_wrap=True, overflow="ellipsis"))

@@ -19,13 +19,14 @@ from typing import IO, Any
 import msgspec
 
 from thinwire.background import on_daemon_thread
-from thinwire.errors import ConfigError, printable
+from thinwire.errors import ConfigError, WireError, printable
 from thinwire.lazy import needs
 from thinwire.report.human import finite_mean
 from thinwire.report.records import EvaluationRecord, StepRecord
 from thinwire.typed import learn_types
 
 FILE_NAME, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
+WANDB = "Weights & Biases"
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
@@ -47,7 +48,7 @@ class MetricsWriter(contextlib.ExitStack):
         self._folder, path = folder, folder / FILE_NAME
         _drop_after(path, resume_step)
         self._file: IO[bytes] = self.enter_context(path.open("ab", buffering=0))
-        self._logs: list[Callable[[dict[str, float], int], None]] = []
+        self._logs: dict[str, Callable[[dict[str, float], int], None]] = {}
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
@@ -60,7 +61,7 @@ class MetricsWriter(contextlib.ExitStack):
                 for name, value in scalars.items():
                     board.add_scalar(name, value, step)
 
-            self._logs.append(add)
+            self._logs["TensorBoard"] = add
 
     def log_to_wandb(self, project: str, name: str, config: dict[str, Any]) -> None:
         """Log to Weights & Biases too, as one run of a project, however often it is resumed."""
@@ -75,18 +76,13 @@ class MetricsWriter(contextlib.ExitStack):
         kept = self._folder / ID_FILE
         if not kept.is_file():
             kept.write_text(secrets.token_hex(8) + "\n")
-        run = wandb.init(
-            project=project,
-            name=name,
-            id=kept.read_text().strip(),
-            resume="allow",
-            dir=str(self._folder),
-            config=config,
-            settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS),
-        )
+        same = {"id": kept.read_text().strip(), "resume": "allow", "dir": str(self._folder)}
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS)
+        with _naming(WANDB):
+            run = wandb.init(project=project, name=name, config=config, settings=quiet, **same)
         # Not wandb's own counter, which refuses to go back, as a resumed run may.
         run.define_metric("*", step_metric="step")
-        self._logs.append(lambda scalars, step: run.log({**scalars, "step": step}))
+        self._logs[WANDB] = lambda scalars, step: run.log({**scalars, "step": step})
         self.callback(_finish, run)
 
     def step(self, record: StepRecord) -> None:
@@ -128,12 +124,20 @@ class MetricsWriter(contextlib.ExitStack):
     def _plot(self, scalars: Mapping[str, float | None], step: int) -> None:
         # where a number is not finite, a gap reads better than a broken axis
         finite = {n: v for n, v in scalars.items() if v is not None and math.isfinite(v)}
-        for log in [*self._logs]:
-            try:
+        for name, log in [*self._logs.items()]:
+            del self._logs[name]  # one that fails, for these do not recover
+            with _naming(name):
                 log(finite, step)
-            except Exception:  # these packages have many of their own, and do not recover from them
-                self._logs.remove(log)
-                raise
+            self._logs[name] = log
+
+
+@contextlib.contextmanager
+def _naming(service: str) -> Iterator[None]:
+    """Say of an error, of which these packages have many of their own, who gets no more."""
+    try:
+        yield
+    except Exception as error:
+        raise WireError(f"{service} gets no more of them: {error}") from error
 
 
 def _finish(run: Any) -> None:
@@ -141,10 +145,8 @@ def _finish(run: Any) -> None:
     try:
         on_daemon_thread("wandb", run.finish).result(LAST_SECONDS)
     except TimeoutError:
-        raise TimeoutError(
-            f"Weights & Biases did not take the last metrics within {LAST_SECONDS:g} s; "
-            "`wandb sync` uploads them later"
-        ) from None
+        late = f"{WANDB} did not take the last metrics within {LAST_SECONDS:g} s"
+        raise TimeoutError(f"{late}; `wandb sync` uploads them later") from None
 
 
 def line_of(kind: str, values: dict[str, Any]) -> str:

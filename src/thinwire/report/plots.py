@@ -53,9 +53,8 @@ def loss_figure(curves: Curves, title: str) -> Figure:
         axes.plot(tokens, smooth, color=_TRAIN, linewidth=2, label="training, running mean")
     if curves.valid:
         before = np.interp([v.step for v in curves.valid], [0, *points["step"]], [0, *tokens])
-        marks: Any = {"marker": "o", "markersize": 7, "linestyle": "none"}
         losses = [v.loss for v in curves.valid]
-        axes.plot(before, losses, color=_VALID, label="validation", **marks)
+        axes.plot(before, losses, "o", markersize=7, color=_VALID, label="validation")
     axes.set_xlabel("tokens seen", fontsize=13)
     axes.set_ylabel("loss (nats per token)", fontsize=13)
     axes.xaxis.set_major_formatter(lambda value, _: human_count(value, 2))
@@ -74,8 +73,7 @@ def steps_figure(timelines: Sequence[Timeline], title: str = "") -> Figure:
     rows = [len(timeline.stages) for timeline in timelines]
     height = 1.9 + 0.8 * sum(rows) + (0.45 * len(rows) if title else 0)
     figure = Figure(figsize=(_WIDTH, height), dpi=DPI, layout="constrained")
-    shared: Any = {"sharex": True, "squeeze": False, "height_ratios": rows}
-    charts = figure.subplots(len(rows), **shared)[:, 0]
+    charts = figure.subplots(len(rows), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     spans = [span for timeline in timelines for span in timeline.spans]
     charts[0].set_xlim(min(span.start for span in spans), max(span.end for span in spans))
     for axes, timeline in zip(charts, timelines, strict=True):

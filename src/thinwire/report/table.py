@@ -84,13 +84,10 @@ def _took(summary: Summary) -> Iterator[tuple[str, str]]:
         steps = f"{count:,} step{'s' if count > 1 else ''} of {timed['tokens_per_step']:,} tokens"
         speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
         yield "speed", f"{speed}: {steps} in {elapsed(timed['seconds'])}{left_out}"
-    waiting = f"{elapsed(parts['waiting'])} waiting for peers, " if parts["waiting"] else ""
-    told = (
-        f"{elapsed(summary['total_seconds'])}: {elapsed(parts['start'])} start, "
-        f"{elapsed(parts['training'])} training, {elapsed(parts['validation'])} validation, "
-        f"{waiting}{elapsed(parts['other'])} saving and ending"
-    )
-    yield "time", told
+    names = {"waiting": "waiting for peers", "other": "saving and ending"}
+    kinds = ("start", "training", "validation", *(["waiting"] if parts["waiting"] else []), "other")
+    told = ", ".join(f"{elapsed(parts[kind])} {names.get(kind, kind)}" for kind in kinds)
+    yield "time", f"{elapsed(summary['total_seconds'])}: {told}"
     measured, simulated = summary["step_seconds_median"], summary["simulated_step_seconds"]
     if measured:
         told = f"{elapsed(measured)} measured (median)"
@@ -133,14 +130,10 @@ def _cut_table(summary: Summary) -> RenderableType:
     names = "forward", "backward", "dense bf16\none way", "bytes vs\ndense bf16", "busier\nuplink"
     table = plain_table("Bytes per token at each cut", "cut", "stages", numbers=names)
     for row in summary["cuts"]:
+        cut, busy = row["cut"], percent(row["link_utilisation"])
         sizes = (row[f"{name}_bytes_per_token"] for name in ("forward", "backward", "bf16"))
-        table.add_row(
-            str(row["cut"]),
-            f"{row['cut']}, {row['cut'] + 1}",
-            *(f"{size:,.1f}" for size in sizes),
-            saving(row["ratio_vs_bf16"]),
-            percent(row["link_utilisation"]),
-        )
+        numbers = (*(f"{size:,.1f}" for size in sizes), saving(row["ratio_vs_bf16"]), busy)
+        table.add_row(str(cut), f"{cut}, {cut + 1}", *numbers)
     return table
 
 
