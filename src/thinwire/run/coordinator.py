@@ -214,10 +214,11 @@ class Coordinator:
             case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
             case ev.MoveAsked(stages, reason, at_once):
-                is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
+                is_calm = not (self._finished or self._evidence or self._lost_at)
                 found = self._followers.get(tuple(stages))
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
-                if is_calm and (keeps_up or at_once) and not self._lost_at:
+                is_due = not self._coming if at_once else is_calm and keeps_up
+                if is_due and self.phase is Phase.TRAINING:
                     return self._replace({*stages}, reason, now)
             case ev.StopAsked(why):
                 return self._on_stop(why)
