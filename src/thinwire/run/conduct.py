@@ -141,9 +141,7 @@ class Course:
             yield 0, f"it had no checkpoint saved after step {done}, where one is due"
 
     def _differences(self, stage: int, at: int) -> Iterator[tuple[int, str]]:
-        """It is known now what a stage did after this step, and of others perhaps: what they did,
-        and the first did not; or the first, and they did not.
-        """
+        """What others did after a step and the first did not, or the reverse, once it is known."""
         step = self._first + at
         for other in [stage] if stage else range(1, len(self._deeds)):
             if not (self._is_known(0, at) and self._is_known(other, at)):

@@ -178,12 +178,9 @@ class Placing:
             return [], None
         rates = {machine.name: machine.tflops for machine in self.here}
         holders = [self.seats[group[0]] for group in self.groups]
-
-        def turn(group: list[int]) -> tuple[int, float]:
-            name = self.seats[group[0]]
-            return -holders.count(name), rates.get(name, 0.0)
-
-        stages = min(left, key=turn)
+        names = [self.seats[group[0]] for group in left]
+        turns = [(-holders.count(name), rates.get(name, 0.0)) for name in names]
+        stages = left[turns.index(min(turns))]
         return stages, self.follower(stages)
 
     def follower(self, stages: list[int]) -> str | None:

@@ -84,9 +84,7 @@ def probe_all(members: list[Member], book: AuthorityBook) -> None:
 
 
 def is_open(hello: msg.Hello | None, origin: str, run: str, token: str) -> bool:
-    """Whether a member's door is, tried where its own stream comes from alone: a host looks nowhere
-    else.
-    """
+    """Whether a member's door is open, tried where its own stream comes from: nowhere else."""
     if hello is None or not origin or hello.outside.rpartition(":")[0].strip("[]") != origin:
         return False
     with contextlib.suppress(WireError):
@@ -192,9 +190,7 @@ class HostedPeers(Peers):
                 self._lose(stages, f"{name} is away")
 
     def _give(self, stages: list[int], name: str, follows: bool = False) -> bool:
-        """Tell a member to hold stages, from the last complete checkpoint on, and serve what it
-        needs; False if it is away.
-        """
+        """Have a member hold stages from the last checkpoint on; False if it is away."""
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name)
@@ -449,9 +445,7 @@ class HostedPeers(Peers):
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
     def _connect(self, stage: int, told: msg.Connect, follows: bool) -> msg.Connect:
-        """The word to connect, with the ways to neighbours on other machines: as if one that
-        follows some stages held these, where it is about what feeds it.
-        """
+        """With the ways to neighbours; for what feeds a follower, as if that held its stages."""
         fed = stage if follows or told.cut is None else msg.other_end(told.cut, stage)
         groups = [group for group in self._standbys if fed in group and told.follower]
         book, followed = self._base.book, groups[0] if groups else ()
@@ -508,8 +502,6 @@ class HostedPeers(Peers):
                 self._unable.discard(name)
                 self._lose(lost, f"it cannot hold its stage: {one_line(reason)}")
             case ev.Lost(_, reason, in_breach):
-                for stage in held:
-                    self._ended.setdefault(stage, "")
                 self._lose(held, reason, in_breach)
             case ev.Away() | ev.Back():
                 self.said.note(msgspec.structs.replace(message, stage=held[0]))

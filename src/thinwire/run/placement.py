@@ -61,6 +61,8 @@ class StageFigures:
         self.layers, self.stages = settings.model.layers, settings.pipeline.stages
         self.rates = [peer.flops_per_s(settings.run.precision) for peer in peers]
         self.schedule = settings.schedule()
+        # Blocks that the last stage must have: those that no subspace constrains stay there.
+        self.least_on_last = max(1, settings.boundary.free_layers)
         self._family = architecture(settings.model)
         self._layers: dict[str, Weights] = {}  # parameters of each layer by its name
         self._ends: list[Weights] = []  # and of each stage's ends of the cuts
@@ -76,16 +78,8 @@ class StageFigures:
         self._sizes = cache(lambda counts: estimate_costs(with_split(settings, counts), 1.0))
         self.simulation: Callable[[Seating, Counts], Simulation] = cache(self._simulation)
 
-    @property
-    def least_on_last(self) -> int:
-        """Blocks that the last stage must have: those that no subspace constrains stay there."""
-        return max(1, self.settings.boundary.free_layers)
-
-    def parameters(self, stage: int, blocks: range) -> int:
+    def weights(self, stage: int, blocks: range) -> Weights:
         """Parameters of the stage with these blocks, those of its ends of the cuts included."""
-        return self._weights(stage, blocks).count
-
-    def _weights(self, stage: int, blocks: range) -> Weights:
         plans = self._family.stage_layers(blocks)
         return sum((self._layers[plan.name] for plan in plans), self._ends[stage])
 
@@ -94,7 +88,7 @@ class StageFigures:
         return self.settings.pipeline.microbatches * sum(block_seconds(self.settings, blocks, 1.0))
 
     def _memory(self, stage: int, blocks: range) -> int:
-        weights = self._weights(stage, blocks)
+        weights = self.weights(stage, blocks)
         return block_memory(self.settings, blocks, weights, self.schedule.held[stage])
 
     def fullness(self, peer: int, stage: int, blocks: range) -> float:
@@ -108,7 +102,7 @@ class StageFigures:
         both = sizes.forward, sizes.backward
         forward, backward = ([*map(operator.truediv, work, rates)] for work in both)
         update = [
-            self.peers[peer].update_seconds(self._weights(stage, blocks).trained)
+            self.peers[peer].update_seconds(self.weights(stage, blocks).trained)
             for stage, (peer, blocks) in enumerate(zip(order, ranges(counts), strict=True))
         ]
         return dataclasses.replace(sizes, forward=forward, backward=backward, update=update)
@@ -311,7 +305,7 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
         peers=seated,
         spare=[peer for index, peer in enumerate(peers) if index not in chosen.order],
         counts=list(chosen.counts),
-        parameters=[figures.parameters(*stage) for stage in held],
+        parameters=[figures.weights(*stage).count for stage in held],
         memory_bytes=[figures.memory(*stage) for stage in held],
         simulation=figures.simulation(chosen.order, chosen.counts),
         why=_why(figures, chosen, as_listed),
