@@ -46,13 +46,11 @@ PROBE_SECONDS = 3.0
 ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
 AWAY_TICK = 0.1  # between two looks at who is back, while somebody is away and stages wait
 STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
-
+IsDue = Callable[[], bool]  # whether something may still come
 
 # How neighbours on other machines reach each other: the stage below accepts, so it waits at doors;
 # the one above dials. A link is direct where either end has a door that can be reached, and goes
 # by the relay or the host's door where neither has.
-
-
 Door = tuple[str, str]  # of a member: its address for its own processes, for others if it is open
 
 
@@ -91,12 +89,6 @@ def is_open(hello: msg.Hello | None, origin: str, run: str, token: str) -> bool:
         ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
         return True
     return False
-
-
-# One generation
-
-
-IsDue = Callable[[], bool]  # whether something may still come
 
 
 @dataclass

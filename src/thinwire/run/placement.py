@@ -168,9 +168,7 @@ class Search:
         return Placement(order, counts, fullness, self._rough(order, counts))
 
     def _fastest(self, best: Placement, others: Iterable[Placement]) -> Placement:
-        """The fastest by the simulator of the first and the most promising others, which must be
-        clearly faster, or lack less memory.
-        """
+        """Of the most promising others one that simulates clearly faster, or lacks less memory."""
         by_promise = sorted(others, key=lambda one: (max(1.0, one.fullness), one.rough_seconds))
         for other in by_promise[:SIMULATED]:
             if not best.fits:
@@ -181,18 +179,10 @@ class Search:
                 best = other
         return best
 
-    def _exchanges(self, order: Seating) -> Iterator[Seating]:
-        """Two stages exchange their peers, or one takes a peer that has no stage."""
-        spare = [peer for peer in range(len(self.figures.peers)) if peer not in order]
-        everyone = [*order, *spare]
-        for one, other in itertools.combinations(range(len(everyone)), 2):
-            changed = everyone.copy()
-            changed[one], changed[other] = everyone[other], everyone[one]
-            if one < len(order):
-                yield tuple(changed[: len(order)])
-
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
-        """One block moved, or peers exchanged; where memory lacks, of the stage that lacks most."""
+        """One block moved, or peers exchanged with each other or with some that have no stage;
+        where memory lacks, of the stage that lacks most.
+        """
         order, counts, stages = placement.order, placement.counts, range(len(placement.counts))
         if not placement.fits:
             full = [*map(self.figures.fullness, order, stages, ranges(counts))]
@@ -205,9 +195,13 @@ class Search:
                 least = self.figures.least_on_last if source == len(counts) - 1 else 1
                 if moved[source] >= least and source != target:
                     yield self.place(order, tuple(moved))
-        for changed in self._exchanges(order):
-            if all(changed[stage] == order[stage] for stage in stages):
+        everyone = [*order, *(p for p in range(len(self.figures.peers)) if p not in order)]
+        for one, other in itertools.combinations(range(len(everyone)), 2):
+            seated = everyone.copy()
+            seated[one], seated[other] = everyone[other], everyone[one]
+            if all(seated[stage] == order[stage] for stage in stages):
                 continue
+            changed = tuple(seated[: len(order)])
             yield self.place(changed, counts)
             if self._counts is None:
                 yield self.place(changed)
@@ -226,9 +220,7 @@ class Search:
         return counts if math.isfinite(worst) else own
 
     def _rough(self, order: Seating, counts: Counts) -> float:
-        """Seconds of a step: those for which its busiest stage or link works, and the way of one
-        microbatch; or round trips, by window.
-        """
+        """Seconds of a step by its busiest part and one microbatch's way; or by round trips."""
         costs = self.figures.costs(order, counts)
         links = links_of([self.figures.peers[peer] for peer in order])
         below, above = [0, *costs.forward_bytes], [*costs.forward_bytes, 0]  # activations

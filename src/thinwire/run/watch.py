@@ -95,9 +95,7 @@ class Watch:
             seen.begun, seen.doing = begun, doing
 
     def result(self) -> None:
-        """A stage has ended a step, or something else that all stages do together: their start, at
-        first. Waits from then on tell how long one may be.
-        """
+        """The start is over, or a stage has ended a step or something else that all do together."""
         if self._result_at is not None:
             self._longest_step = max(self._longest_step, self.now - self._result_at)
         self._result_at, self._step_said_at = self.now, 0.0
