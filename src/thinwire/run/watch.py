@@ -166,11 +166,9 @@ class Watch:
         return text, culprit
 
     def frozen(self) -> dict[int, float]:
-        """Stages that have fallen silent while others speak, and for how many seconds.
-
-        Pulses come from a thread of their own every five seconds; where a machine is overloaded
-        they are late, which raises what counts as usual. Where nobody speaks, or the way to a stage
-        is known to be down, silence says nothing.
+        """Stages that have fallen silent while others speak, and for how many seconds. Pulses are
+        late where a machine is overloaded, which raises what counts as usual; where nobody speaks,
+        or the way to a stage is known to be down, silence says nothing.
         """
         usual = {s: self._usual(seen) for s, seen in self._seen.items() if seen.heard}
         silent = {s: self.now - self._seen[s].heard for s in usual}
