@@ -341,8 +341,8 @@ class HostedPeers(Peers):
         display, holder = self._base.display, self._base.formation.seats[stage]
         display.standing.audits[name] = found
         group = next(group for group in self._groups if stage in group)
-        if self._lost or self.is_stopping or not self.is_training:
-            return
+        if holder == name or self._lost or self.is_stopping or not self.is_training:
+            return  # it has just taken that stage's place, or others are replaced
         if not found.tensor:
             # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
             if found.difference >= DRIFTED:
