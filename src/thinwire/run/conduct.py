@@ -38,8 +38,7 @@ class PeerConduct:
     def check(self, message: OfStage) -> None:
         """WireError for a message, of all in order, that is of another stage, or of no step."""
         for wrong in self._wrongs(message):
-            name = type(message).__name__
-            raise WireError(f"stage {self._stage} sent a {name} message {wrong}")
+            raise WireError(f"stage {self._stage} sent a {type(message).__name__} message {wrong}")
 
     def has_reported(self, report: Report) -> bool:
         """Whether it has reported this step before, or a later one, in a report of this kind."""

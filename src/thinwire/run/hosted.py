@@ -258,8 +258,7 @@ class HostedPeers(Peers):
             self._take_seat(stages, name)
             self._forget_standby(stages)  # behind it: its streams are served all along
             self._collect(name)
-            stood_by = f"{stage_names(stages)}: {name}, which stood by"
-            self._base.display.announce("form", stood_by)
+            self._base.display.announce("form", f"{stage_names(stages)}: {name}, which stood by")
         else:  # it has just got other stages
             self._lose(stages, "who stood by for it does so no more")
 
@@ -391,8 +390,7 @@ class HostedPeers(Peers):
         for stage in stages:
             self._ended.pop(stage, None)
         if before != name:
-            reason = f"{name} holds {stage_names(stages)} now"
-            self._tell(before, msg.Release(reason, stages))
+            self._tell(before, msg.Release(f"{name} holds {stage_names(stages)} now", stages))
         self._words.clear()  # whoever follows the stage beside it is fed from elsewhere
         self._tried -= {before, name}
 

@@ -111,12 +111,9 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def arrived(self, now: float) -> "StatusReport":
         """The same by the clock of the machine where it arrives now: clocks of others differ."""
-        shift = now - self.time
-        peers = [
-            msgspec.structs.replace(peer, last_word=peer.last_word + shift) for peer in self.peers
-        ]
-        since = self.waiting_since + shift
-        return msgspec.structs.replace(self, time=now, waiting_since=since, peers=peers)
+        shift, changed = now - self.time, msgspec.structs.replace
+        peers = [changed(peer, last_word=peer.last_word + shift) for peer in self.peers]
+        return changed(self, time=now, waiting_since=self.waiting_since + shift, peers=peers)
 
 
 @dataclass(frozen=True)
