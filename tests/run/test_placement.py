@@ -133,7 +133,7 @@ def test_looked_up_figures_are_the_planners(changes, make_settings):
         split = pl.with_split(settings, counts)
         plan = make_plan(split, 1e9)
         stages = list(enumerate(pl.ranges(counts)))
-        assert [figures.parameters(*stage) for stage in stages] == plan.parameters
+        assert [figures.weights(*stage).count for stage in stages] == plan.parameters
         assert [figures.memory(*stage) for stage in stages] == plan.memory_bytes
         costs = figures.costs((2, 0, 1), counts)
         planned = costs_of(split, [5 * UNIT, 3 * UNIT, 4 * UNIT], 7e6)

@@ -16,7 +16,7 @@ class Wait:
         self.now = 0.0
         self.watch = Watch(2, patience)
         self.watch.pass_time(self.now)
-        self.watch.begin_training()
+        self.watch.result()
 
     def let(self, seconds, **doing):
         """Time goes by while stages say that they still do the same; what a person is told."""
@@ -55,7 +55,7 @@ def test_the_stage_that_is_stuck_is_named(doing, words):
 
 def test_a_wait_may_be_ten_times_the_longest_so_far():
     wait = Wait(patience=10.0)
-    wait.watch.begin_training()
+    wait.watch.result()
     wait.let(9, **WAITS)
     wait.watch.heard(0)
     wait.let(75, **WAITS)

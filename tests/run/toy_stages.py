@@ -275,6 +275,8 @@ class LinkEnd:
 
     def start(self, on_frame, on_broken, on_end):
         self._on_frame, self._on_broken, self._on_end = on_frame, on_broken, on_end
+        for message in self.inbox if self.state is not None else ():  # nobody read it before
+            self.state.receive(message)
         if self.is_lost:
             on_broken(WireError(f"link {self.name} is broken"))
 
@@ -307,7 +309,7 @@ class LinkEnd:
         if isinstance(message, Position):
             wire.positions[self] = message
         elif wire is self.wire:
-            if self.state is not None:
+            if self.state is not None and self._on_frame:
                 self.state.receive(message)
             self.inbox.append(message)
             self.pump()
@@ -359,6 +361,8 @@ class LinkEnd:
 
     def await_another(self):
         self.wire = self._exchange_on = None
+        if not self._on_frame:
+            self.inbox.clear()
 
     def _exchange(self, wire, matters=lambda: True, check=None):
         """Say where this end stands, and hear where the other does: first, if that is checked."""

@@ -38,8 +38,7 @@ class PeerConduct:
     def check(self, message: OfStage) -> None:
         """WireError for a message, of all in order, that is of another stage, or of no step."""
         for wrong in self._wrongs(message):
-            name = type(message).__name__
-            raise WireError(f"stage {self._stage} sent a {name} message {wrong}")
+            raise WireError(f"stage {self._stage} sent a {type(message).__name__} message {wrong}")
 
     def has_reported(self, report: Report) -> bool:
         """Whether it has reported this step before, or a later one, in a report of this kind."""
@@ -141,9 +140,7 @@ class Course:
             yield 0, f"it had no checkpoint saved after step {done}, where one is due"
 
     def _differences(self, stage: int, at: int) -> Iterator[tuple[int, str]]:
-        """It is known now what a stage did after this step, and of others perhaps: what they did,
-        and the first did not; or the first, and they did not.
-        """
+        """What others did after a step and the first did not, or the reverse, once it is known."""
         step = self._first + at
         for other in [stage] if stage else range(1, len(self._deeds)):
             if not (self._is_known(0, at) and self._is_known(other, at)):

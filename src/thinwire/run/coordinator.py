@@ -12,17 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from thinwire.engine import reports
 from thinwire.engine.port import decision_number
-from thinwire.engine.reports import (
-    Agreements,
-    Audited,
-    Evaluation,
-    Meters,
-    Report,
-    ShardFailed,
-    ShardWritten,
-    Step,
-)
+from thinwire.engine.reports import Evaluation, Report, ShardFailed, ShardWritten, Step
 from thinwire.errors import StageError, WireError
 from thinwire.run import events as ev
 from thinwire.run import protocol as msg
@@ -128,8 +120,8 @@ class Coordinator:
         self._audits = audits
         self._promoted: set[int] = set()  # lost stages whose followers take their places
         self._followed = 0  # how many followers there were
-        self._moved: dict[int, Meters] = {}  # by all processes of a stage, as last reported
-        self._moved_before: dict[int, Meters] = {}  # ... by those that are lost
+        self._moved: dict[int, reports.Meters] = {}  # by all processes of a stage, as last reported
+        self._moved_before: dict[int, reports.Meters] = {}  # ... by those that are lost
 
     def on(self, event: ev.Event, now: float) -> Commands:
         """What to do about an event. There is one at least every `rest` seconds, if only a Tick."""
@@ -183,7 +175,7 @@ class Coordinator:
                 self._watch.heard(stage, begun, doing)
             case ev.Said(stage, msg.LinkDown() | msg.LinkUp() as message):
                 return self._on_outage(stage, message, now)
-            case ev.Said(_, Audited() | msg.Follows()):
+            case ev.Said(_, reports.Audited() | msg.Follows()):
                 pass  # its last words as a follower: it has taken its stage's place meanwhile
             case ev.Said(stage, msg.LogLost(reason)):
                 lost = f"stage {stage} keeps no log of what it sends, for {reason}"
@@ -214,10 +206,11 @@ class Coordinator:
             case ev.FollowerLost(stages):
                 return [self._drop(tuple(stages))]
             case ev.MoveAsked(stages, reason, at_once):
-                is_calm = self.phase is Phase.TRAINING and not (self._finished or self._evidence)
+                is_calm = not (self._finished or self._evidence or self._lost_at)
                 found = self._followers.get(tuple(stages))
                 keeps_up = found is not None and found.can_take_over and found.behind <= MOST_BEHIND
-                if is_calm and (keeps_up or at_once) and not self._lost_at:
+                is_due = not self._coming if at_once else is_calm and keeps_up
+                if is_due and self.phase is Phase.TRAINING:
                     return self._replace({*stages}, reason, now)
             case ev.StopAsked(why):
                 return self._on_stop(why)
@@ -323,7 +316,7 @@ class Coordinator:
         self._is_linking = False
         if self.phase is Phase.LINKING:
             self.phase = Phase.TRAINING
-            self._watch.begin_training()
+            self._watch.result()  # the first one, mostly a validation, is waited for from now on
             ready = [self._ready[stage] for stage in self._all]
             # Nothing is decided yet, whatever one of them says.
             return [*self._tell_all(msg.Start()), ev.Begin(ready)]
@@ -687,7 +680,7 @@ def settled_checkpoint(
     return ev.Commit(step, written), None
 
 
-def disagreement(step: int, agreements: list[Agreements]) -> str:
+def disagreement(step: int, agreements: list[reports.Agreements]) -> str:
     """Why a run cannot go on: two ends of a cut remember different things; stages in order."""
     for below, above in itertools.pairwise(agreements):
         for cut in sorted(below.keys() & above.keys()):

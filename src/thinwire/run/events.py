@@ -75,9 +75,7 @@ class Completed(Event, frozen=True):
 
 
 class MoveAsked(Event, frozen=True):
-    """Whoever follows these stages is to hold them, though nobody was lost: if it keeps up, or at
-    once, even if it does not.
-    """
+    """Whoever follows these stages is to hold them: if it keeps up, or at once in any case."""
 
     stages: list[int]
     reason: str

@@ -170,20 +170,15 @@ class Placing:
         return [group for group in self.followed_by(name) if group == stages or not has_room]
 
     def next_standby(self) -> tuple[list[int], str | None]:
-        """Stages to be followed, if some machine holds nothing: of who holds several groups, then
-        of the weakest; and by whom; None: nobody can.
-        """
+        """Stages to be followed, if some machine holds nothing, and by whom; None: nobody can."""
         left = [group for group in self.groups if tuple(group) not in self.standbys]
         if not left or all(machine.name in self.seats for machine in self.here):
             return [], None
         rates = {machine.name: machine.tflops for machine in self.here}
         holders = [self.seats[group[0]] for group in self.groups]
-
-        def turn(group: list[int]) -> tuple[int, float]:
-            name = self.seats[group[0]]
-            return -holders.count(name), rates.get(name, 0.0)
-
-        stages = min(left, key=turn)
+        names = [self.seats[group[0]] for group in left]  # of several groups first, then weak ones
+        turns = [(-holders.count(name), rates.get(name, 0.0)) for name in names]
+        stages = left[turns.index(min(turns))]
         return stages, self.follower(stages)
 
     def follower(self, stages: list[int]) -> str | None:

@@ -46,13 +46,11 @@ PROBE_SECONDS = 3.0
 ANSWER_SECONDS = 3.0  # for whoever had lost stages to say that it is there
 AWAY_TICK = 0.1  # between two looks at who is back, while somebody is away and stages wait
 STANDBY_PAUSE = 5.0  # between a stand-by that was lost and the next one
-
+IsDue = Callable[[], bool]  # whether something may still come
 
 # How neighbours on other machines reach each other: the stage below accepts, so it waits at doors;
 # the one above dials. A link is direct where either end has a door that can be reached, and goes
 # by the relay or the host's door where neither has.
-
-
 Door = tuple[str, str]  # of a member: its address for its own processes, for others if it is open
 
 
@@ -84,21 +82,13 @@ def probe_all(members: list[Member], book: AuthorityBook) -> None:
 
 
 def is_open(hello: msg.Hello | None, origin: str, run: str, token: str) -> bool:
-    """Whether a member's door is, tried where its own stream comes from alone: a host looks nowhere
-    else.
-    """
+    """Whether a member's door is open, tried where its own stream comes from: nowhere else."""
     if hello is None or not origin or hello.outside.rpartition(":")[0].strip("[]") != origin:
         return False
     with contextlib.suppress(WireError):
         ping(Route(hello.outside, "direct", token), f"{run}/control", PROBE_SECONDS)
         return True
     return False
-
-
-# One generation
-
-
-IsDue = Callable[[], bool]  # whether something may still come
 
 
 @dataclass
@@ -192,9 +182,7 @@ class HostedPeers(Peers):
                 self._lose(stages, f"{name} is away")
 
     def _give(self, stages: list[int], name: str, follows: bool = False) -> bool:
-        """Tell a member to hold stages, from the last complete checkpoint on, and serve what it
-        needs; False if it is away.
-        """
+        """Have a member hold stages from the last checkpoint on; False if it is away."""
         self._given |= {(name, stage): self._again for stage in stages}
         if not follows:
             self._collect(name)
@@ -270,8 +258,7 @@ class HostedPeers(Peers):
             self._take_seat(stages, name)
             self._forget_standby(stages)  # behind it: its streams are served all along
             self._collect(name)
-            stood_by = f"{stage_names(stages)}: {name}, which stood by"
-            self._base.display.announce("form", stood_by)
+            self._base.display.announce("form", f"{stage_names(stages)}: {name}, which stood by")
         else:  # it has just got other stages
             self._lose(stages, "who stood by for it does so no more")
 
@@ -353,8 +340,8 @@ class HostedPeers(Peers):
         display, holder = self._base.display, self._base.formation.seats[stage]
         display.standing.audits[name] = found
         group = next(group for group in self._groups if stage in group)
-        if self._lost or self.is_stopping or not self.is_training:
-            return
+        if holder == name or self._lost or self.is_stopping or not self.is_training:
+            return  # it has just taken that stage's place, or others are replaced
         if not found.tensor:
             # What has drifted so far finds only what is as far: it begins at a newer checkpoint.
             if found.difference >= DRIFTED:
@@ -403,8 +390,7 @@ class HostedPeers(Peers):
         for stage in stages:
             self._ended.pop(stage, None)
         if before != name:
-            reason = f"{name} holds {stage_names(stages)} now"
-            self._tell(before, msg.Release(reason, stages))
+            self._tell(before, msg.Release(f"{name} holds {stage_names(stages)} now", stages))
         self._words.clear()  # whoever follows the stage beside it is fed from elsewhere
         self._tried -= {before, name}
 
@@ -449,9 +435,7 @@ class HostedPeers(Peers):
         return who + "".join(f"\n  | {printable(line)}" for line in words.splitlines())
 
     def _connect(self, stage: int, told: msg.Connect, follows: bool) -> msg.Connect:
-        """The word to connect, with the ways to neighbours on other machines: as if one that
-        follows some stages held these, where it is about what feeds it.
-        """
+        """With the ways to neighbours; for what feeds a follower, as if that held its stages."""
         fed = stage if follows or told.cut is None else msg.other_end(told.cut, stage)
         groups = [group for group in self._standbys if fed in group and told.follower]
         book, followed = self._base.book, groups[0] if groups else ()
@@ -508,8 +492,6 @@ class HostedPeers(Peers):
                 self._unable.discard(name)
                 self._lose(lost, f"it cannot hold its stage: {one_line(reason)}")
             case ev.Lost(_, reason, in_breach):
-                for stage in held:
-                    self._ended.setdefault(stage, "")
                 self._lose(held, reason, in_breach)
             case ev.Away() | ev.Back():
                 self.said.note(msgspec.structs.replace(message, stage=held[0]))

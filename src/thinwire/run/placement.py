@@ -61,6 +61,8 @@ class StageFigures:
         self.layers, self.stages = settings.model.layers, settings.pipeline.stages
         self.rates = [peer.flops_per_s(settings.run.precision) for peer in peers]
         self.schedule = settings.schedule()
+        # Blocks that the last stage must have: those that no subspace constrains stay there.
+        self.least_on_last = max(1, settings.boundary.free_layers)
         self._family = architecture(settings.model)
         self._layers: dict[str, Weights] = {}  # parameters of each layer by its name
         self._ends: list[Weights] = []  # and of each stage's ends of the cuts
@@ -76,16 +78,8 @@ class StageFigures:
         self._sizes = cache(lambda counts: estimate_costs(with_split(settings, counts), 1.0))
         self.simulation: Callable[[Seating, Counts], Simulation] = cache(self._simulation)
 
-    @property
-    def least_on_last(self) -> int:
-        """Blocks that the last stage must have: those that no subspace constrains stay there."""
-        return max(1, self.settings.boundary.free_layers)
-
-    def parameters(self, stage: int, blocks: range) -> int:
+    def weights(self, stage: int, blocks: range) -> Weights:
         """Parameters of the stage with these blocks, those of its ends of the cuts included."""
-        return self._weights(stage, blocks).count
-
-    def _weights(self, stage: int, blocks: range) -> Weights:
         plans = self._family.stage_layers(blocks)
         return sum((self._layers[plan.name] for plan in plans), self._ends[stage])
 
@@ -94,7 +88,7 @@ class StageFigures:
         return self.settings.pipeline.microbatches * sum(block_seconds(self.settings, blocks, 1.0))
 
     def _memory(self, stage: int, blocks: range) -> int:
-        weights = self._weights(stage, blocks)
+        weights = self.weights(stage, blocks)
         return block_memory(self.settings, blocks, weights, self.schedule.held[stage])
 
     def fullness(self, peer: int, stage: int, blocks: range) -> float:
@@ -108,7 +102,7 @@ class StageFigures:
         both = sizes.forward, sizes.backward
         forward, backward = ([*map(operator.truediv, work, rates)] for work in both)
         update = [
-            self.peers[peer].update_seconds(self._weights(stage, blocks).trained)
+            self.peers[peer].update_seconds(self.weights(stage, blocks).trained)
             for stage, (peer, blocks) in enumerate(zip(order, ranges(counts), strict=True))
         ]
         return dataclasses.replace(sizes, forward=forward, backward=backward, update=update)
@@ -174,9 +168,7 @@ class Search:
         return Placement(order, counts, fullness, self._rough(order, counts))
 
     def _fastest(self, best: Placement, others: Iterable[Placement]) -> Placement:
-        """The fastest by the simulator of the first and the most promising others, which must be
-        clearly faster, or lack less memory.
-        """
+        """Of the most promising others one that simulates clearly faster, or lacks less memory."""
         by_promise = sorted(others, key=lambda one: (max(1.0, one.fullness), one.rough_seconds))
         for other in by_promise[:SIMULATED]:
             if not best.fits:
@@ -187,18 +179,10 @@ class Search:
                 best = other
         return best
 
-    def _exchanges(self, order: Seating) -> Iterator[Seating]:
-        """Two stages exchange their peers, or one takes a peer that has no stage."""
-        spare = [peer for peer in range(len(self.figures.peers)) if peer not in order]
-        everyone = [*order, *spare]
-        for one, other in itertools.combinations(range(len(everyone)), 2):
-            changed = everyone.copy()
-            changed[one], changed[other] = everyone[other], everyone[one]
-            if one < len(order):
-                yield tuple(changed[: len(order)])
-
     def _neighbours(self, placement: Placement) -> Iterator[Placement]:
-        """One block moved, or peers exchanged; where memory lacks, of the stage that lacks most."""
+        """One block moved, or peers exchanged with each other or with some that have no stage;
+        where memory lacks, of the stage that lacks most.
+        """
         order, counts, stages = placement.order, placement.counts, range(len(placement.counts))
         if not placement.fits:
             full = [*map(self.figures.fullness, order, stages, ranges(counts))]
@@ -211,9 +195,13 @@ class Search:
                 least = self.figures.least_on_last if source == len(counts) - 1 else 1
                 if moved[source] >= least and source != target:
                     yield self.place(order, tuple(moved))
-        for changed in self._exchanges(order):
-            if all(changed[stage] == order[stage] for stage in stages):
+        everyone = [*order, *(p for p in range(len(self.figures.peers)) if p not in order)]
+        for one, other in itertools.combinations(range(len(everyone)), 2):
+            seated = everyone.copy()
+            seated[one], seated[other] = everyone[other], everyone[one]
+            if all(seated[stage] == order[stage] for stage in stages):
                 continue
+            changed = tuple(seated[: len(order)])
             yield self.place(changed, counts)
             if self._counts is None:
                 yield self.place(changed)
@@ -232,9 +220,7 @@ class Search:
         return counts if math.isfinite(worst) else own
 
     def _rough(self, order: Seating, counts: Counts) -> float:
-        """Seconds of a step: those for which its busiest stage or link works, and the way of one
-        microbatch; or round trips, by window.
-        """
+        """Seconds of a step by its busiest part and one microbatch's way; or by round trips."""
         costs = self.figures.costs(order, counts)
         links = links_of([self.figures.peers[peer] for peer in order])
         below, above = [0, *costs.forward_bytes], [*costs.forward_bytes, 0]  # activations
@@ -311,7 +297,7 @@ def choose_split(settings: Settings, peers: list[Machine]) -> ChosenSplit:
         peers=seated,
         spare=[peer for index, peer in enumerate(peers) if index not in chosen.order],
         counts=list(chosen.counts),
-        parameters=[figures.parameters(*stage) for stage in held],
+        parameters=[figures.weights(*stage).count for stage in held],
         memory_bytes=[figures.memory(*stage) for stage in held],
         simulation=figures.simulation(chosen.order, chosen.counts),
         why=_why(figures, chosen, as_listed),

@@ -28,7 +28,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -111,12 +111,9 @@ class StatusReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def arrived(self, now: float) -> "StatusReport":
         """The same by the clock of the machine where it arrives now: clocks of others differ."""
-        shift = now - self.time
-        peers = [
-            msgspec.structs.replace(peer, last_word=peer.last_word + shift) for peer in self.peers
-        ]
-        since = self.waiting_since + shift
-        return msgspec.structs.replace(self, time=now, waiting_since=since, peers=peers)
+        shift, changed = now - self.time, msgspec.structs.replace
+        peers = [changed(peer, last_word=peer.last_word + shift) for peer in self.peers]
+        return changed(self, time=now, waiting_since=self.waiting_since + shift, peers=peers)
 
 
 @dataclass(frozen=True)
@@ -436,16 +433,9 @@ class Envelope(NamedTuple):
     again: int = 0  # from a peer, as of its Hold: it may get the same stage twice
 
 
-Kinds = dict[str, type]
-
-
-def kinds_of(*unions: Any) -> Kinds:
-    """The kinds of messages in these unions, by name."""
-    return {kind.__name__: kind for union in unions for kind in union.__args__}
-
-
-FROM_PEER = kinds_of(OfPeer, OfStage)
-FROM_COORDINATOR = kinds_of(ToPeer, ToStage)
+Kinds = dict[str, type]  # of messages, by name
+FROM_PEER: Kinds = {kind.__name__: kind for kind in get_args(OfPeer | OfStage)}
+FROM_COORDINATOR: Kinds = {kind.__name__: kind for kind in get_args(ToPeer | ToStage)}
 learn_types(*FROM_PEER.values(), *FROM_COORDINATOR.values())
 
 

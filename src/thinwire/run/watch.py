@@ -69,10 +69,6 @@ class Watch:
         self._result_at: float | None = None  # None: the start is not over
         self._said_at = self._step_said_at = 0.0  # waits up to here have been told
 
-    def begin_training(self) -> None:
-        """The start is over: waits from now on tell how long one may be."""
-        self._result_at = self.now  # the first result, mostly a validation, counts too
-
     def pass_time(self, now: float) -> None:
         """Called at least once a `tick`: what took much longer was not the stages' time."""
         passed = 0.0 if self._last_tick is None else now - self._last_tick
@@ -99,7 +95,7 @@ class Watch:
             seen.begun, seen.doing = begun, doing
 
     def result(self) -> None:
-        """A stage has ended a step, or something else that all stages do together."""
+        """The start is over, or a stage has ended a step or something else that all do together."""
         if self._result_at is not None:
             self._longest_step = max(self._longest_step, self.now - self._result_at)
         self._result_at, self._step_said_at = self.now, 0.0
@@ -170,11 +166,9 @@ class Watch:
         return text, culprit
 
     def frozen(self) -> dict[int, float]:
-        """Stages that have fallen silent while others speak, and for how many seconds.
-
-        Pulses come from a thread of their own every five seconds; where a machine is overloaded
-        they are late, which raises what counts as usual. Where nobody speaks, or the way to a stage
-        is known to be down, silence says nothing.
+        """Stages that have fallen silent while others speak, and for how many seconds. Pulses are
+        late where a machine is overloaded, which raises what counts as usual; where nobody speaks,
+        or the way to a stage is known to be down, silence says nothing.
         """
         usual = {s: self._usual(seen) for s, seen in self._seen.items() if seen.heard}
         silent = {s: self.now - self._seen[s].heard for s in usual}
