@@ -99,8 +99,18 @@ def add_host_commands(add: AddCommand) -> None:
 
 def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     """Put the option on a command that accepts connections from outside."""
+
+    def address(text: str) -> str:
+        from thinwire.wire.sockets import split_address
+
+        try:
+            split_address(text)
+        except WireError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
     about = f"{help} (default: {default})"
-    sub.add_argument("--listen", default=default, metavar="HOST:PORT", help=about)
+    sub.add_argument("--listen", type=address, default=default, metavar="HOST:PORT", help=about)
 
 
 def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:

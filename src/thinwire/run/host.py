@@ -87,7 +87,6 @@ class HostOptions:
         """Refuse a wrong address or number before anything is prepared."""
         for address in self.addresses:
             with_port(address, 1)
-        split_address(self.listen)
         neighbours(stages, self.peers or stages)  # refuses what cannot be
 
 

@@ -112,8 +112,6 @@ class Terms:
 
     def check(self) -> None:
         """Refuse what cannot work before the host hears of this machine."""
-        if self.listen:
-            split_address(self.listen)
         for name in ("data", "valid_data", "tokenizer", "template"):
             option, path = f"--{name.replace('_', '-')}", getattr(self, name)
             if path is not None and not path.exists():
