@@ -60,7 +60,7 @@ def train(
             run_folder=str(folder.resolve()),
             resume=str(origin.resolve()) if origin else "",
         )
-        coordinator = coordinator_of(settings, folder, checkpoint, held)
+        coordinator = coordinator_of(settings, began, held)
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
@@ -68,4 +68,4 @@ def train(
             record.stopping(local.ask_to_stop),
         ):
             lead(coordinator, local, record)
-            return record.finish(local.control_bytes(), coordinator.stop_asked, started)
+            return record.finish(local.meter.moved_bytes(), coordinator.stop_asked, started)

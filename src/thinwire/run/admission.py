@@ -45,7 +45,6 @@ from thinwire.wire.stream import Stream
 ENROL = "enrol"  # the name of the stream
 EXCHANGE_S = 20.0  # for all that is said there
 COORDINATOR = "coordinator"
-DAY = 24 * 3600.0
 MOST_ADDRESSES = 8
 LONGEST_NAME = 80  # of a run, in an invite
 _PREFIX, _LONGEST, _CHECKSUM_BYTES = "tw1-", 4096, 6  # of an invite; a usual one has 200 characters
@@ -231,7 +230,7 @@ class AuthorityBook:
         self,
         addresses: tuple[str, ...] | list[str],
         relay: Route | None = None,
-        lasts: float = DAY,
+        lasts: float = 86_400.0,
         machines: int = 1,
     ) -> Invite:
         """A new invite by these addresses or a relay, for so many seconds and machines."""

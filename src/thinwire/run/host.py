@@ -163,8 +163,7 @@ class OpenDoor:
 
     def invite(self, machines: int) -> Invite:
         """An invite for so many others."""
-        own = self._options
-        return self.book.invite(self.addresses, own.relay, own.lasts, machines)
+        return self.book.invite(self.addresses, self._options.relay, self._options.lasts, machines)
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
@@ -338,7 +337,7 @@ class _Hosting(Base):
         who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
         self.display.announce("form", f"epoch {epoch} from step {step}, stages {who}")
         settings, folder, groups = self._settings, self.folder, self.formation.groups()
-        coordinator = coordinator_of(settings, folder, checkpoint, groups, parts_travel=True)
+        coordinator = coordinator_of(settings, step, groups, parts_travel=True)
         machines = {member.name: member.machine for member in self.members.all()}
         links = links_of([machines.get(name, Machine()) for name in seats])
         display, data, before = self.display, self.data, self.record

@@ -76,8 +76,8 @@ def _cpu() -> str:
     return platform.processor()
 
 
+# The cuts between stages of one process: the ends of the stage below and of the one above.
 Inner = dict[int, tuple[wire.Pipe, wire.Pipe]]
-"""The cuts between stages of one process: the ends of the stage below and of the one above."""
 
 
 class Peer:
