@@ -33,18 +33,11 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.folders import replace_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
+from thinwire.run import formation as seating
 from thinwire.run import protocol as msg
 from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
 from thinwire.run.alive import ControlSocket
 from thinwire.run.coordinator import Phase
-from thinwire.run.formation import (
-    FORMATION_FILE,
-    Failures,
-    fill_seats,
-    fitting,
-    lacking_peers,
-    read_formation,
-)
 from thinwire.run.hosted import LOOK_SECONDS, REMIND_SECONDS, Base, HostedPeers, probe_all
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member, Members, one_line
@@ -97,7 +90,7 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     settings = dataclasses.replace(settings, link=link)
     raise_descriptor_limit()
     folder = settings.run.folder
-    goes_on = (folder / FORMATION_FILE).is_file() or options.resume
+    goes_on = (folder / seating.FORMATION_FILE).is_file() or options.resume
     resume = folder if goes_on and list_checkpoints(folder) else None
     with (
         heeding(leave_at_once),
@@ -260,10 +253,10 @@ class _Hosting(Base):
         self._started, folder = time.monotonic(), settings.run.folder
         self._origin, self._keeps_split = origin, keeps_split
         self._least = options.peers  # 0: as many as it has stages, or had members before
-        formation = fitting(read_formation(folder), settings)
+        formation = seating.fitting(seating.read_formation(folder), settings)
         self._settings = formation.applied(settings)
         self._stop_asked = False
-        self._failures = Failures()
+        self._failures = seating.Failures()
         book = AuthorityBook(folder / "authority", settings.run.name)
         door = OpenDoor(book, options, formation.port, opened)
 
@@ -432,9 +425,9 @@ class _Hosting(Base):
             here = [member.name for member in members]
             before = self.formation.members()
             least = self._least or len(before) or self._settings.pipeline.stages
-            seats = fill_seats(self.formation.seats, here, least)
+            seats = seating.fill_seats(self.formation.seats, here, least)
             unfit = {one.name: one.why_unfit for one in self.members.all() if one.is_here}
-            lacking = lacking_peers(least, here, unfit)
+            lacking = seating.lacking_peers(least, here, unfit)
             if not before and len(here) >= least:
                 if here != refused:
                     try:
