@@ -220,10 +220,10 @@ def status_command(options: argparse.Namespace) -> None:
 
 def doctor_command(options: argparse.Namespace) -> None:
     """Print what will go wrong on this machine, and the fix; exit code 1 if something blocks."""
-    from thinwire.run.doctor import examine
+    from thinwire.run.doctor import Findings, examine
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
-    found = examine(text, options.folder, options.listen)
+    found = Findings(examine(text, options.folder, options.listen))
     print(json.dumps(found.to_plain(), indent=1) if options.json else found.text())
     if not options.invite and not options.json:
         print("With an invite (thinwire doctor INVITE) it also tries the way to the host.")

@@ -135,7 +135,14 @@ class OpenDoor:
         stack.callback(self.listener.close)
         self.note: Callable[[str], None] = lambda text: None  # what this host alone should know
         serve_enrolment(self.listener, book, lambda text: self.note(text))
-        door = stack.enter_context(_open_door(options.listen, port_before))
+        host, port = split_address(options.listen)
+        try:
+            door = Door(host, port or port_before)  # where any will do, that of earlier invites
+        except WireError:
+            if port or not port_before:
+                raise
+            door = Door(host, 0)  # another program has it by now
+        stack.enter_context(door)
         door.admit_by(book.run_id, book.grant_of, options.mbps)
         self.port, self.cut = door.port, partial(door.cut, book.run_id)
         takes = self.listener.take
@@ -145,7 +152,6 @@ class OpenDoor:
             door.serve(name, take)
             for route in self._relay:
                 stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
-        host, _ = split_address(options.listen)
         stated = options.addresses or (outside_address(host, door.port),)
         self.addresses = tuple(with_port(address, door.port) for address in stated)
 
@@ -189,15 +195,6 @@ def with_port(address: str, port: int) -> str:
         if is_address(whole):
             return whole
     raise ConfigError(f"--address {address}: write a name or an address, and :PORT if it differs")
-
-
-def _open_door(listen: str, port_before: int) -> Door:
-    """The public port; where any will do, the one that earlier invites name."""
-    host, port = split_address(listen)
-    if not port and port_before:
-        with contextlib.suppress(WireError):  # another program has it by now
-            return Door(host, port_before)
-    return Door(host, port)
 
 
 @contextlib.contextmanager

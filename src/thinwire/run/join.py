@@ -139,14 +139,12 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
 
 
 def _addresses(door: Door | None, listen: str, host: Routes) -> tuple[str, str]:
-    """The door's address for this machine's own processes, and the one by which others may try:
-    where the host sees this machine, unless the owner named an address.
-    """
+    """The door's address for this machine's own processes, and the one by which others may try."""
     if door is None:
         return "", ""
     if split_address(listen)[0] not in ("0.0.0.0", "::", ""):
         return door.address, door.address
-    answers = ping_all(host.routes, host.name).values()
+    answers = ping_all(host.routes, host.name).values()  # which say where it sees this machine
     seen = [split_address(one.address)[0] for one in answers if isinstance(one, Seen)]
     outside = address_text(seen[0], door.port) if seen else ""
     return address_text("127.0.0.1", door.port), outside

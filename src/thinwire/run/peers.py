@@ -268,9 +268,7 @@ class LocalPeers(Peers):
     """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
     def __init__(self, device: str, order: Assignment, held: list[list[int]], began: int = 0):
-        """`held`: the stages by process; `began`: the step from which the run goes on, for those
-        who replace a lost process.
-        """
+        """`held`: the stages by process; `began`: the step from which the run goes on."""
         super().__init__(sum(map(len, held)))
         self._orders: list[Assignment] = []  # of each process
         self._seats: list[str] = []
