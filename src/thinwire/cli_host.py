@@ -178,8 +178,7 @@ def join_command(options: argparse.Namespace) -> None:
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
     place = options.name, options.folder, "" if options.no_listen else options.listen
-    plugins = tuple(options.allow_plugin)
-    terms = Terms(*place, options.device, options.threads, plugins, *paths)
+    terms = Terms(*place, options.device, options.threads, tuple(options.allow_plugin), *paths)
     web = "off" if options.tied else options.web  # a host's own peer is on the host's page
 
     def run(display: "Display") -> dict[str, Any]:
