@@ -277,8 +277,7 @@ class LocalPeers(Peers):
             self._orders.append(dataclasses.replace(order, stages=group, identity=identity))
             self._seats += [identity.fingerprint] * len(group)
         self._logs = Path(order.run_folder) / "logs"
-        is_worth_it = forks(device) and len(held) > 1
-        self._forker = Forker() if is_worth_it else None
+        self._forker = Forker() if forks(device) and len(held) > 1 else None
         self._here: list[StagesHere] = []
         self.meter = Meter()  # of the streams of messages
         self._began = began
