@@ -15,6 +15,7 @@ from thinwire.data.chat import (
     Conversation,
     NotAConversation,
     conversation_of,
+    is_learned,
 )
 from thinwire.data.documents import Conversations
 from thinwire.data.rendering import RENDERER
@@ -216,7 +217,7 @@ def test_empty_answers_and_those_of_weight_0_are_not_learned(chat):
     assert learned_text(chat, [ASKED, empty, *TALK[1:3]]) == "Two miles.<|im_end|>"
     light = {"role": "assistant", "content": "No.", "weight": 0}
     assert learned_text(chat, [ASKED, light, *TALK[1:3]]) == "Two miles.<|im_end|>"
-    assert not Conversation([ASKED, empty]).has_answer
+    assert not is_learned(empty)
 
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS])
@@ -265,7 +266,7 @@ def test_what_comes_with_a_record():
         assert conversation_of({"messages": TALK, "tools": kept}).tools == tools
     assert conversation_of({"messages": TALK, "tools": ""}).tools is None
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    assert conversation_of({"messages": [ASKED, call]}).has_answer
+    assert is_learned(conversation_of({"messages": [ASKED, call]}).messages[-1])
     both = conversation_of({"prompt": TALK[:4], "completion": "Two more."})
     assert [message.get("weight", 1) for message in both.messages] == [1, 1, 0, 1, 1]
 

@@ -141,7 +141,7 @@ def test_a_tokenizer_without_room_for_the_template_is_refused(chats, made, tmp_p
 @pytest.mark.parametrize(("line", "words"), [
     ('{"text": "x"}', r'b.jsonl, line 1 is not a conversation: it has the keys "text"'),
     ("[1]", r"b.jsonl, entry 1 is not a conversation: it is not an object"),
-    ('{"messages": [{"role": "user"', r"b.jsonl, line 1: Expecting"),
+    ('{"messages": [{"role": "user"', r"b.jsonl, line 1, as JSON: Expecting"),
     ('{"messages": [{"role": "wizard", "content": "x"}]}', r"the role 'wizard'; known: "),
 ])  # fmt: skip
 def test_records_that_cannot_be_used_are_named(line, words, chats, cache, made):
@@ -155,7 +155,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path, made):
     refused(r"no chat to read under .*only \.txt; supported: \.jsonl", made, config_of(tmp_path))
     refused(r"not a kind of file that can be read as chat", made, config_of(tmp_path / "a.txt"))
     written(tmp_path / "one.jsonl", [talk(1)])
-    refused("a single conversation", made, config_of(tmp_path / "one.jsonl"))
+    refused("is one conversation", made, config_of(tmp_path / "one.jsonl"))
     (tmp_path / "none.jsonl").write_text("")
     refused("there are no records", made, config_of(tmp_path / "none.jsonl"))
 

@@ -1,8 +1,10 @@
 """Exported models are the trained ones: opened by transformers, to 1e-5, and by greedy text."""
 
 import json
+import os
 import shutil
 import sys
+from dataclasses import replace
 
 import moving
 import pytest
@@ -13,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from settings_values import narrow
 from thinwire.cli import main
 from thinwire.data import Tokenizer
+from thinwire.data.chat import ChatTemplate
 from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.conversion import Folded
 from thinwire.errors import CheckpointError, ConfigError, MissingPackageError
-from thinwire.hf.export import verify
+from thinwire.hf.export import verify, write_tokenizer
 from thinwire.hf.folder import write_json, write_model
 from thinwire.hf.modeling import ThinwireForCausalLM
 from thinwire.inference import Model
@@ -135,6 +138,31 @@ def test_ways_of_a_tokenizer_go_along(trained, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.repetition_penalty == 9.0
     assert difference(folder, place) < 1e-5
+
+
+def test_what_stands_beside_the_tokenizer_of_a_run_goes_along(trained, tmp_path):
+    """A run copies a tokenizer with its template alone, and may have changed the template."""
+    checkpoint, kept, beside = Checkpoint.open(trained()), tmp_path / "kept", tmp_path / "beside"
+    own, data = Tokenizer.load(checkpoint.tokenizer), checkpoint.settings.data
+    data = replace(data, tokenizer=str(beside / "tokenizer.json"))
+    how = kept / "tokenizer.json", own, replace(checkpoint.settings, data=data)
+    for folder in (kept, beside, tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+    own.save(kept / "tokenizer.json")
+    own.save(beside / "tokenizer.json")
+    write_json(beside / "generation_config.json", {"top_k": 7, "eos_token_id": 5})
+    write_json(beside / "tokenizer_config.json", {"chat_template": "old"})
+    write_json(beside / "special_tokens_map.json", {})
+    (beside / "chat_template.jinja").write_text("theirs")
+    found = write_tokenizer(tmp_path / "one", *how)
+    assert found == {"top_k": 7, "eos_token_id": sorted([5, own.end_of_text])}
+    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == sorted(os.listdir(beside))
+    write_json(kept / "tokenizer_config.json", {"chat_template": "ours"})
+    assert write_tokenizer(tmp_path / "two", *how)["top_k"] == 7
+    assert ChatTemplate.chosen("", tmp_path / "two" / "tokenizer.json").source == "ours"
+    (kept / "chat_template.jinja").write_text("own")
+    write_tokenizer(tmp_path / "two", *how)
+    assert (tmp_path / "two" / "chat_template.jinja").read_text() == "own"
 
 
 @pytest.mark.parametrize("boundary", [SUBSPACE, WITH_CUTS["own-tables"]])

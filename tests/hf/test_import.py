@@ -202,7 +202,7 @@ BAD = {
     "fewer rows than tokens": (
         lambda f: (change_config(f, vocab_size=290), change_weights(f, {
             n: torch.ones(290, 32) for n in ("model.embed_tokens.weight", "lm_head.weight")})),
-        "the tokenizer has 300 entries, but the embedding has 290 rows",
+        "the tokenizer has 300 entries, the embedding 290 rows",
     ),
 }  # fmt: skip
 

@@ -128,7 +128,7 @@ def test_context_is_ours_to_choose_and_defaults_are_theirs():
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window = 4096"),
         ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window = 8"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"layer_types": [None, {}]}, 'layer_types names "None"'),
+        ({"layer_types": [None, {}]}, 'layer_types has "None"'),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': its activation must be silu"),
         ({"attention_bias": True}, "attention_bias = True: biases on all four"),
         ({"quantization_config": {"bits": 4}}, "quantised"),

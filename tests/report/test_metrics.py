@@ -55,13 +55,17 @@ def without_tensorboard(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
 
 
-def test_what_is_written_is_read(tmp_path, without_tensorboard):
+def test_what_is_written_is_read(tmp_path, without_tensorboard, monkeypatch):
     """At once, while the run goes on; what is not finite is null on disk and NaN in memory."""
     record = step_record(7, loss=math.nan, stage_count=2)
     with MetricsWriter(tmp_path) as writer:
         writer.step(record)
         writer.evaluation(EvaluationRecord(7, 4.5, 1.25))
         writer.evaluation(EvaluationRecord(8, 4.25))
+        size = (tmp_path / metrics.FILE_NAME).stat().st_size
+        monkeypatch.setattr(metrics, "_END_BYTES", size - 9)
+        assert metrics.last_step(tmp_path) is None, "only the end of a long file is read"
+        writer.step(record)
         last = metrics.last_step(tmp_path)
         assert last is not None and (last.loss, last.step, last.steps) == (None, 7, record.steps)
         evaluations = [EvaluationRecord(7, 4.5, 1.25), EvaluationRecord(8, 4.25, None)]

@@ -438,13 +438,13 @@ def test_a_host_that_is_away_for_longer_than_a_link_may_be_ends_no_stage(
         way = [Route(proxy.address)]
         order = msg.Assignment([0], ana.identity, {}, "", "", generation=1, host=way)
         settings = make_settings(link__outage=0.5)
-        far = Peer(order, {}, 0, lambda message: None)._far_corpus(settings)
-        far.wait(0)
+        far = Peer(order, {}, 0, lambda message: None)._data(settings)
+        far.read(0)
         proxy.is_refusing = True
         proxy.cut()
         time.sleep(1.5)
         proxy.is_refusing = False
-        far.wait((0, 0))
+        far.read((0, 0))
         proxy.close()
 
 

@@ -54,8 +54,11 @@ def test_a_checkpoint_that_does_not_open_is_passed_over(saved, tmp_path):
         open_newest(ruined)  # what is named is not replaced by another
     for step in (2, 4):
         (saved[step] / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not finite"):
-        open_newest(tmp_path)
+    Proof(2).write(tmp_path)
+    saved[8] = save_tensor(tmp_path, 8)
+    with pytest.raises(CheckpointError, match=f"name it: --resume {saved[8]}"):
+        open_newest(tmp_path)  # weights that may be ruined are used by name alone
+    assert open_newest(saved[8])[0].folder == saved[8]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": "6", "ended": 0}'])

@@ -151,8 +151,9 @@ def test_the_commands_on_a_host(said, tmp_path):
         assert "it hosts the one in runs/code" in said(9, "leave"), "a host does not leave"
         words = said(2, "kick", "runs/code", "ben")
         assert "the peer comes first: thinwire kick ben runs/code" in words
-    (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
-    assert "no run is alive in run.toml/" in said(9, "status", "run.toml")
+        (tmp_path / "run.toml").write_text('[run]\nname = "code"\n')
+        said(0, "status", "run.toml")
+    assert "no run is alive in runs/code/" in said(9, "status", "run.toml")
 
 
 def test_the_commands_on_a_peer(said, tmp_path):

@@ -83,11 +83,6 @@ class Conversation:
     tools: list[Any] | None = None
     form: str = "messages"
 
-    @property
-    def has_answer(self) -> bool:
-        """Whether there is anything to learn in it."""
-        return any(map(is_learned, self.messages))
-
     def json(self) -> str:
         """One line of text: the same for the same conversation, in whatever form it was kept."""
         content = {"messages": self.messages, **({"tools": self.tools} if self.tools else {})}
@@ -202,9 +197,8 @@ class ChatTemplate:
     @classmethod
     def beside(cls, tokenizer: Path) -> "ChatTemplate | None":
         """The template that was published with a tokenizer.json, if there is one."""
-        path, own, config = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA), {}
-        if path.is_file():
-            config = read_json(path, "repair or remove it")
+        path, own = tokenizer.with_name(CONFIG), tokenizer.with_name(JINJA)
+        config = read_json(path, "repair or remove it") if path.is_file() else {}
         if own.is_file():
             return cls(_read_text(own), str(own), config, is_own=True)
         source = config.get("chat_template")
@@ -212,9 +206,7 @@ class ChatTemplate:
             named = {entry.get("name"): entry for entry in source if isinstance(entry, dict)}
             source = named.get("default", {}).get("template")
         if source is not None and not isinstance(source, str):
-            raise DataError(
-                f"{path} has a chat_template that is not text: correct it, or set data.template"
-            )
+            raise DataError(f"{path}: chat_template is no text: correct it, or set data.template")
         return None if source is None else cls(source, str(path), config, is_own=True)
 
     @classmethod
@@ -369,9 +361,7 @@ class Chat:
         return frozenset(i for i in (*ids, self.tokenizer.end_of_text) if i is not None)
 
     def encode_all(self, conversations: list[Conversation], learn_all: bool) -> list[Encoded]:
-        """The ids of each conversation, computed on all cores; without `learn_all` only those of
-        the assistant's answers, and of the token that ends each, are learned.
-        """
+        """The ids of each conversation, and unless `learn_all` which of them are of answers."""
         rendered = [self._rendered(each, not learn_all) for each in conversations]
         parts = [self._parts(text) for text, _ in rendered]
         every = [part for own in parts for part in own]
@@ -442,13 +432,11 @@ class Chat:
         return text.translate(_UNMARKED), spans
 
     def _end_of_content(self, text: str, messages: Any, tools: Any, number: int) -> int | None:
-        """Behind the special token that follows the content of a message, if one does. A mark at
-        the end of that content shows where it is. Some templates end a conversation with a token
-        more, or write the last answer in another way: what follows is of no help.
-        """
+        """Behind the special token that follows the content of a message; None if none does."""
         message = messages[number]
         if message.get("tool_calls"):
             return None
+        # A mark at its end shows where it is; some templates write the last answer in another way.
         marked = {**message, "content": message["content"].rstrip() + END}
         shown = self.template.render([*messages[:number], marked, *messages[number + 1 :]], tools)
         at = shown.find(END)

@@ -123,9 +123,8 @@ def found_or_made(
     how: Any = "",
 ) -> Corpus:
     """Open the corpus for the content of these files and the settings in `key`. `read` gives a hash
-    of the content, so that moved or touched files are the same data, and a function that makes the
-    folder. Files that have not changed, by size and times, since they were last read in the same
-    way, `how`, are not read again for that; None: they always are.
+    of the content and a function that makes the folder. Files that have not changed, by size and
+    times, since they were read in the same way, `how`, are not read again; None: they always are.
     """
     listing = [
         [[str(file.path.absolute()), file.size, file.mtime_ns, file.ctime_ns] for file in group]
@@ -168,9 +167,7 @@ def write_corpus(
     template: ChatTemplate | None = None,
     remarks: Callable[[], list[str]] = list,
 ) -> None:
-    """Write a corpus beside `folder` and rename it there at the end, or leave nothing; `remarks`
-    are asked for once all chunks are there.
-    """
+    """Write a corpus beside `folder` and rename it there, or leave nothing; `remarks` come last."""
     dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
     written: dict[str, tuple[IO[bytes], Any]] = {}  # the file and a hash of it
     valid_bytes = 0

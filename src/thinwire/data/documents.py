@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thinwire.data.chat import (
-    Chat,
-    ChatTemplate,
-    Conversation,
-    Encoded,
-    NotAConversation,
-    conversation_of,
-)
+from thinwire.data import chat
 from thinwire.data.corpus import SIDES, TokenChunk
 from thinwire.data.sources import SourceRecord, text_of
 from thinwire.data.tokenizer import Tokenizer, interruptible, pieces_of
@@ -44,7 +37,7 @@ class Texts:
     whole = False  # whether a document must stay in one piece
 
     def __init__(
-        self, groups: list[Group], key: str = "text", template: ChatTemplate | None = None
+        self, groups: list[Group], key: str = "text", template: chat.ChatTemplate | None = None
     ) -> None:
         """`template` was published with the tokenizer: it stays with the corpus."""
         self.template = template
@@ -55,9 +48,7 @@ class Texts:
         self._lost: Counter[str] = Counter()  # of these
 
     def read(self, told: Callable[[int], None] = lambda done: None) -> Iterator[Document]:
-        """All documents, those to train on first; `told` hears in about 200 steps how far reading
-        has come, if that is known.
-        """
+        """All documents, those to train on first; `told` hears about 200 times how far it is."""
         before = due = 0
         for number, (records, size) in enumerate(self._groups):
             for record in records():
@@ -96,10 +87,7 @@ class Texts:
     def encode(
         self, tokenizer: Tokenizer, passages: Iterable[tuple[str, str]]
     ) -> Iterator[TokenChunk]:
-        """The ids of every (side, document) in turn, each followed by the end of text. A long text
-        comes in pieces that meet at line ends. What a tokenizer lacks it leaves out silently: so
-        the characters that do not come back from the ids are counted.
-        """
+        """The ids of every (side, document), each with the end of text; what is lost is counted."""
 
         def encoded(sides: Iterator[tuple[str, list[Piece]]]) -> list[TokenChunk]:
             return [self._chunk(tokenizer, side, pieces) for side, pieces in sides if pieces]
@@ -136,11 +124,11 @@ class Texts:
         ids, sizes, learned = joined
         return TokenChunk(side, ids, sizes if side == "valid" else None, learned)
 
-    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
+    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[chat.Encoded]:
         if side == "train":
-            return list(map(Encoded, texts, tokenizer.encode_all(texts)))
+            return list(map(chat.Encoded, texts, tokenizer.encode_all(texts)))
         measured = tokenizer.encode_measured(texts)
-        return [Encoded(text, *found[:2]) for text, found in zip(texts, measured, strict=True)]
+        return [chat.Encoded(text, *found[:2]) for text, found in zip(texts, measured, strict=True)]
 
 
 class Conversations(Texts):
@@ -148,9 +136,9 @@ class Conversations(Texts):
 
     whole = True
 
-    def __init__(self, groups: list[Group], template: ChatTemplate, learn_all: bool) -> None:
+    def __init__(self, groups: list[Group], template: chat.ChatTemplate, learn_all: bool) -> None:
         super().__init__(groups)
-        self.template: ChatTemplate = template
+        self.template: chat.ChatTemplate = template
         self._learn_all = learn_all
         self._forms: Counter[str] = Counter()
         self._unanswered = 0
@@ -166,19 +154,19 @@ class Conversations(Texts):
 
     def _text(self, record: SourceRecord) -> str:
         try:
-            conversation = conversation_of(record.values)
-        except NotAConversation as error:
+            conversation = chat.conversation_of(record.values)
+        except chat.NotAConversation as error:
             raise DataError(
                 f"{record.where} is not a conversation: {error}; correct or remove it"
             ) from None
-        if not (self._learn_all or conversation.has_answer):
+        if not (self._learn_all or any(map(chat.is_learned, conversation.messages))):
             self._unanswered += 1
             return ""
         self._forms[conversation.form] += 1
         return conversation.json()
 
     def texts(self, document: str) -> list[str]:
-        return [message["content"] for message in Conversation.from_json(document).messages]
+        return [message["content"] for message in chat.Conversation.from_json(document).messages]
 
     def remarks(self) -> list[str]:
         forms = ", ".join(f"{count:,} {form}" for form, count in self._forms.most_common())
@@ -190,9 +178,9 @@ class Conversations(Texts):
             )
         return found + super().remarks()
 
-    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[Encoded]:
-        talks = [Conversation.from_json(text) for text in texts]
-        return Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
+    def _encoded(self, tokenizer: Tokenizer, side: str, texts: list[str]) -> list[chat.Encoded]:
+        talks = [chat.Conversation.from_json(text) for text in texts]
+        return chat.Chat(tokenizer, self.template).encode_all(talks, self._learn_all)
 
 
 class DocumentHash(NamedTuple):
@@ -217,14 +205,11 @@ class ValidationSplit:
 
     The content alone decides, so an exact copy of a validation document never trains. Unless some
     were given for validation (data.valid_path), every document with a place below a threshold
-    validates. Where that would leave a side empty, the threshold moves just enough for one document
-    to change sides: the lowest to validation, or the highest to training.
+    validates, which moves just enough for one document where a side would be empty.
     """
 
     def __init__(self, documents: Iterable[Document], fraction: float, whole: bool = False) -> None:
-        """Read every document once, in constant memory but for `given`; an empty corpus is refused.
-        `whole` keeps every document in one piece, however long it is.
-        """
+        """Read every document once; an empty corpus is refused. `whole` keeps each in one piece."""
         self.documents = self.size = highest = 0  # size: UTF-8 bytes of those not given
         self.given: set[bytes] = set()  # digests of the documents given for validation
         lowest = _RANGE
@@ -240,9 +225,7 @@ class ValidationSplit:
             raise DataError("the corpus is empty: its files hold only white space; check data.path")
         self._is_one = lowest == highest
         if whole and self._is_one and not self.given:
-            raise DataError(
-                "the corpus is a single conversation: add others, or set data.valid_path"
-            )
+            raise DataError("the corpus is one conversation: add others, or set data.valid_path")
         self._whole = whole
         self._fraction = fraction
         self._threshold = min(max(int(fraction * _RANGE), lowest + 1), highest)
@@ -250,9 +233,7 @@ class ValidationSplit:
         self._longest = max(fraction * self.size, SHORTEST_TAIL_BYTES)
 
     def passages(self, documents: Iterable[Document]) -> Iterator[tuple[str, str, float]]:
-        """The same documents once more: a side, a document or a part of one, and the sample of its
-        hash. An error at the end if they are others.
-        """
+        """A side, a document or part, its hash's sample; an error at the end if they changed."""
         for text, is_given, document in self._hashed(documents):
             for side, part in self._parts(text, document, is_given):
                 yield side, part, document.sample
@@ -269,9 +250,7 @@ class ValidationSplit:
         self._last_content = " ".join(each.hexdigest() for each in hashes)
 
     def _parts(self, text: str, document: DocumentHash, is_given: bool) -> list[tuple[str, str]]:
-        """The (side, text) pairs that a document contributes: none if it was given for validation
-        as well, two if only its end validates, because it is the only one or very long.
-        """
+        """The (side, text) pairs of a document: none if it validates too, two if its end does."""
         if self.given:
             if is_given:
                 return [("valid", text)]

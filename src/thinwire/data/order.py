@@ -25,9 +25,8 @@ class Batch:
 
 
 class Windows:
-    """A side of a corpus in windows of `context` tokens that do not overlap. `learned` says of each
-    token whether it is learned; without it all are. A window without a token to learn is none: it
-    would cost as much as any other and teach nothing.
+    """A side of a corpus in windows of `context` tokens that do not overlap. Those without a token
+    that is `learned` are left out: they would cost as much as any other and teach nothing.
     """
 
     def __init__(self, tokens: np.ndarray, context: int, learned: np.ndarray | None = None):
@@ -70,11 +69,9 @@ class Windows:
 
 
 class Shuffled:
-    """(step, microbatch) -> examples, the same on every machine, with no state and no table.
-
-    A run is one endless sequence of places: epoch after epoch of `count` examples, each epoch in an
-    order that the seed and its number decide. A step takes the next `batch` places, so it may end
-    one epoch and begin the next; a microbatch has `batch // microbatches` of them.
+    """(step, microbatch) -> examples, the same on every machine, with no state and no table. A run
+    is one endless sequence of epochs, each with all `count` examples in an order of its own. A step
+    takes the next `batch` places, so it may end one epoch and begin the next.
     """
 
     def __init__(self, count: int, batch: int, microbatches: int, seed: int) -> None:
@@ -122,9 +119,8 @@ class Order(Shuffled):
 
 class Validation:
     """Microbatches of validation windows, spread evenly over all there are, the same every time.
-    `limit` is how many microbatches there shall be (0: all that can be filled). All have the same
-    size, so that a pipeline keeps its shapes; with fewer windows than `batch` there is one smaller
-    microbatch. Nothing is read before it is asked for.
+    There are at most `limit` (0: all that can be filled) of one size, as a pipeline needs it; with
+    fewer windows than `batch` one smaller one. Nothing is read before it is asked for.
     """
 
     def __init__(

@@ -53,9 +53,7 @@ class DataConfig:
 def prepare(
     config: DataConfig, vocab: int, cache: str | Path, progress: Progress = lambda *done: None
 ) -> Corpus:
-    """Make the corpus of these settings under `cache`, or find it there, and open it. `vocab` is
-    the number of ids that the model has.
-    """
+    """Make the corpus of these settings under `cache`, or find it; the model has `vocab` ids."""
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else None
     if tokenizer is not None:
         _check_room(tokenizer, vocab)
@@ -69,9 +67,7 @@ def _source_of(config: DataConfig) -> tuple[Texts, list[list[SourceFile]], Any, 
     how: Any = [config.source, config.learn, key]
     if config.source == "hf":
         if given:
-            raise ConfigError(
-                'data.valid_path has no effect with data.source = "hf": use valid_split'
-            )
+            raise ConfigError('data.source = "hf" reads no data.valid_path: use valid_split')
         given = config.valid_split
         datasets = [HubDataset(config.path, split) for split in (config.split, given) if split]
         first = next(datasets[0].records(), None)

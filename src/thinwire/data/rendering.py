@@ -77,11 +77,10 @@ atexit.register(RENDERER.close)
 
 
 def _limit_memory() -> None:
-    """End a template that takes too much memory: by a limit, or by looking while it computes. On
-    Linux the peak of memory is no measure: a process begins with that of whoever started it.
-    """
+    """End a template that takes too much memory: by a limit, or by looking while it computes."""
 
     def look(number: int, frame: FrameType | None) -> None:
+        # On Linux this peak would begin with that of whoever started the process.
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_BYTES:
             raise MemoryError
 

@@ -35,9 +35,7 @@ class TokenShard:
     count: int
 
     def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """The ids [start, stop), a few million at a time. They are read, not mapped: a mapped file
-        that becomes shorter kills the process.
-        """
+        """The ids [start, stop) in parts; not mapped, for a mapped file that shrinks is fatal."""
         for at in range(start, stop, _CHUNK):
             count, offset = min(_CHUNK, stop - at), self.offset + at * self.dtype.itemsize
             with reading(self.file.path):
@@ -86,9 +84,7 @@ class Shards:
         return hashlib.blake2b(f"{self.counts} tokens".encode(), digest_size=16)
 
     def validation_start(self, fraction: float, end_of_text: int | None) -> int:
-        """Where validation begins: with its shards, or with the last `fraction` of the others. That
-        moves to just after the nearest end of text, if one is near.
-        """
+        """Where validation begins: with its shards, or near the last `fraction`, behind a text."""
         total, given = self.counts
         if given:
             return total
@@ -105,9 +101,8 @@ class Shards:
 
 
 def find_shards(path: str, valid_path: str = "") -> Shards:
-    """The shards at `path`: one file, or a folder of `*train*.bin` and `*val*.bin`. A folder whose
-    .bin files name neither is taken as training shards throughout. With `valid_path` the validation
-    shards are those found there, in the same way, and no others.
+    """The shards at `path`: one file, or a folder of `*train*.bin` and `*val*.bin`; files that name
+    neither train, if all are so. With `valid_path` those found there validate, and no others.
     """
     train, valid = _by_side(path, "data.path")
     if not train:

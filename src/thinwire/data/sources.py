@@ -95,9 +95,7 @@ def stdlib_files() -> list[SourceFile]:
 
 
 def text_files(path: str, setting: str = "data.path", source: str = "text") -> list[SourceFile]:
-    """The supported files at `path`, a file or a folder read recursively. In a folder, other kinds
-    of files and hidden names (".git") are left out.
-    """
+    """The supported files at `path`, a file or a folder read recursively, but no hidden ones."""
     root = existing(path, source, setting)
     kinds = CHAT_KINDS if source == "chat" else TEXT_KINDS
     supported = ", ".join(kinds)
@@ -138,9 +136,7 @@ def source_file(root: Path, name: str = "") -> SourceFile:
 
 
 def walk(root: Path, belongs: Callable[[str], bool] = lambda name: True) -> list[str]:
-    """Relative paths under `root` of which every part is visible and `belongs`, sorted by parts.
-    Symbolic links are followed, since download caches are made of them.
-    """
+    """Sorted relative paths under `root`, all parts visible and `belongs`; links are followed."""
 
     def inside(folder: Path, parents: list[os.stat_result]) -> Iterator[str]:
         with reading(folder):
@@ -187,9 +183,8 @@ def read_json(path: Path, advice: str = "repair it, or fetch it again") -> dict[
 def read_records(
     files: Iterable[SourceFile], text_key: str = "", skip_undecodable: bool = False
 ) -> Iterator[SourceRecord]:
-    """The records of all files in order; positions go on from file to file. With a `text_key` files
-    may be plain text, which is read as records that have it under this key, and of Parquet this
-    column alone is read.
+    """The records of all files in order; positions go on from file to file. Under `text_key` they
+    have what plain files hold, and what stands in this column of Parquet, which alone is read.
     """
     before = 0
     for file in files:
@@ -243,7 +238,7 @@ def _json_records(file: SourceFile, raw: IO[bytes], stream: IO[bytes]) -> Iterat
 
 
 def _parsed(text: bytes, where: str) -> Any:
-    with reading(where, (ValueError, RecursionError), "repair or remove it"):
+    with reading(f"{where}, as JSON", (ValueError, RecursionError), "repair or remove it"):
         return json.loads(text.removeprefix(codecs.BOM_UTF8).decode())
 
 
@@ -273,12 +268,14 @@ def _parquet_rows(
                 for index in range(batch.num_rows)
             )
             for number, row in enumerate(rows, 1):
-                size += row.nbytes
+                (values,) = row.to_pylist()
+                # Not row.nbytes, which counts a dictionary of all rows in each of them.
+                length = len(str(values))
+                size += length
                 where = f"{file.path}, row {number}"
-                _refuse_longer(row.nbytes, where)
+                _refuse_longer(length, where)
                 _refuse_bomb(file, size)  # a text that is repeated is stored once
                 at = file.size * number // table.metadata.num_rows
-                (values,) = row.to_pylist()
                 yield SourceRecord({k: no_nulls(v) for k, v in values.items()}, where, at)
 
 
@@ -371,9 +368,7 @@ class _Limited(io.RawIOBase):
 
 
 def _zstd_chunks(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompressed bytes of concatenated zstd frames; the library's own reader would end quietly
-    at one that is cut short.
-    """
+    """Decompressed bytes of zstd frames; the library's own reader ends quietly at a cut one."""
     frame: Any = None
     while packed := (frame and frame.unused_data) or raw.read(_ZSTD_STEP):
         if frame is None or frame.eof:

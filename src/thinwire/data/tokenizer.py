@@ -43,9 +43,7 @@ R = TypeVar("R")
 
 
 class Measured(NamedTuple):
-    """The ids of a text; of each, the UTF-8 bytes from the end of the one before to its own, and
-    where it ends in the text.
-    """
+    """Ids of a text; of each, the UTF-8 bytes since the one before, and where it ends."""
 
     ids: np.ndarray
     sizes: np.ndarray
@@ -88,9 +86,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, special: Sequence[str] = ()) -> "Tokenizer":
-        """Train a byte-level BPE of at most `vocab` entries; the same texts give the same one.
-        `special` are tokens beside the end of text; their ids follow all others.
-        """
+        """Train a byte-level BPE of at most `vocab` entries, always alike, `special` ones last."""
         check_trainable(vocab, special)
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -162,9 +158,8 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def encode_measured(self, texts: list[str], rendered: bool = False) -> list[Measured]:
-        """The ids of each text, and where and in how many bytes each of them stands. In a
-        `rendered` text special tokens are meant, such as those of a chat template. A character that
-        is spread over several ids counts with the first of them.
+        """The ids of each text, and where and in how many bytes each of them stands; a character
+        that is spread over several counts with the first. A `rendered` text has special tokens.
         """
         backend = self._recognising if rendered else self._backend
         encodings = self._encodings(backend.encode_batch, texts)
@@ -216,9 +211,7 @@ def pieces_of(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _seam(text: str, start: int) -> int:
-    """Where to split: between a letter or digit and a newline. Byte-level BPE never merges
-    across that, so the pieces give the ids that the whole text would give.
-    """
+    """Where to split: between a letter or digit and a newline, which BPE never merges."""
     lowest, limit = start + PIECE_CHARACTERS // 2, start + PIECE_CHARACTERS
     last = at = text.rfind("\n", lowest, limit)
     while at > 0 and not text[at - 1].isalnum():
@@ -230,8 +223,7 @@ def _seam(text: str, start: int) -> int:
 
 def interruptible(work: Callable[[Iterator[T]], R], items: Iterable[T] = ()) -> R:
     """What `work` makes of the items, computed in a thread: Ctrl-C is heard while a library works.
-    Python hears a signal between two of its own steps in the main thread, which waits here. An
-    interrupted computation gets no further items, and otherwise dies with the process.
+    What is interrupted gets no further items, and otherwise dies with the process.
     """
     is_abandoned = threading.Event()
     fed = itertools.takewhile(lambda _: not is_abandoned.is_set(), items)

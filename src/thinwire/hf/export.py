@@ -19,34 +19,26 @@ import torch
 from safetensors.torch import save_file
 
 import thinwire
-from thinwire.data import Tokenizer
-from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.chat import Chat, ChatTemplate
+from thinwire.data import Tokenizer, chat
 from thinwire.data.sources import read_json
 from thinwire.engine.build import Joined, choose_device, model_weights
 from thinwire.engine.checkpoint import IMPORTED, TOKENIZER, Checkpoint, checkpoints_folder
 from thinwire.engine.conversion import Folded, why_not_folded
 from thinwire.engine.state import restore_weights
-from thinwire.errors import CheckpointError, ConfigError, DataError
+from thinwire.errors import CheckpointError, ConfigError, DataError, ThinwireError
+from thinwire.hf import folder as files
 from thinwire.hf.cuts import WithCuts, config_with_cuts
-from thinwire.hf.folder import (
-    BESIDE,
-    CONFIG,
-    EXPORT_TYPES,
-    GENERATION,
-    FolderWeights,
-    check_target,
-    new_folder,
-    write_json,
-    write_model,
-)
 from thinwire.hf.shape import config_of, kind_of
 from thinwire.lazy import needs
 from thinwire.model import LoraConfig
 from thinwire.model.layers import UP, is_adapter
+from thinwire.paths import expanded
 from thinwire.report import Display
 from thinwire.report.human import human_bytes, human_count
 from thinwire.report.metrics import Row, lines_of
+from thinwire.settings import Settings
+
+Weights = Folded | WithCuts
 
 CARD = "README.md"
 SHARD_BYTES = 5_000_000_000
@@ -88,12 +80,12 @@ class Wanted:
 
 def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
     """Write the folder, whole and verified, or leave things as they were."""
-    check_target(wanted.folder, wanted.replace, CONFIG)
+    files.check_target(wanted.folder, wanted.replace, files.CONFIG)
     if wanted.verify:
         needs("transformers", "hf", "verifying the export (--no-verify leaves it out)")
     checkpoint.verify()
     source, tokenizer = tokenizer_of(checkpoint, wanted.tokenizer)
-    why_not, dtype = why_not_folded(checkpoint.settings), EXPORT_TYPES[wanted.dtype]
+    why_not, dtype = why_not_folded(checkpoint.settings), files.EXPORT_TYPES[wanted.dtype]
     weights = WithCuts(checkpoint) if why_not else Folded(checkpoint)
     if why_not:
         display.note(
@@ -101,9 +93,9 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "It is exported with its cuts: after `import thinwire.hf`, which registers its class, "
             "AutoModelForCausalLM opens it"
         )
-    with new_folder(wanted.folder) as folder:
+    with files.new_folder(wanted.folder) as folder:
         settings = weights.settings
-        ends = write_tokenizer(folder, source, tokenizer, settings.model.context)
+        ends = write_tokenizer(folder, source, tokenizer, settings)
         config = {
             **(config_with_cuts(settings) if why_not else config_of(settings.model)),
             # Said even if there are none, or the class of the model names some of its own; but not
@@ -113,10 +105,10 @@ def export(checkpoint: Checkpoint, wanted: Wanted, display: Display) -> None:
             "torch_dtype": str(dtype).removeprefix("torch."),
             "thinwire_version": thinwire.__version__,
         }
-        write_json(folder / CONFIG, config)
+        files.write_json(folder / files.CONFIG, config)
         size = human_bytes(sum(map(math.prod, weights.shapes.values())) * dtype.itemsize)
         display.phase("write", f"{len(weights.shapes)} tensors, {size} in {wanted.dtype}")
-        write_model(folder, weights.shapes, dtype, weights.tensor, wanted.shard_bytes)
+        files.write_model(folder, weights.shapes, dtype, weights.tensor, wanted.shard_bytes)
         opener, verdict = AUTO_TOKENIZER, ""
         if wanted.verify:
             display.phase("verify", "opening it with transformers")
@@ -150,54 +142,60 @@ def tokenizer_of(checkpoint: Checkpoint, given: Path | None = None) -> tuple[Pat
     return path, tokenizer
 
 
-def write_tokenizer(folder: Path, source: Path, own: Tokenizer, context: int) -> dict[str, Any]:
-    """Copy a tokenizer.json with what stands beside it, and make what does not; returns where a
-    text begins and ends, in ids.
-    """
+def write_tokenizer(folder: Path, source: Path, own: Tokenizer, run: Settings) -> dict[str, Any]:
+    """Copy a tokenizer.json and what is beside it, or make it; returns the generation config."""
     shutil.copyfile(source, folder / TOKENIZER)
-    for path in map(source.with_name, BESIDE):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+    places, chosen = [source], run.data.tokenizer
+    # Training copies the tokenizer and its chat template; what else came with it, such as ways of
+    # sampling, is where `data.tokenizer` found it.
+    with contextlib.suppress(ThinwireError):
+        if chosen and Tokenizer.load(chosen).digest == own.digest:
+            places.append(expanded(chosen, "data.tokenizer"))
+    for name in files.BESIDE:
+        # A template from elsewhere would come before the one in a nearer config.
+        is_said = name == chat.JINJA and source.with_name(chat.CONFIG).is_file()
+        paths = (place.with_name(name) for place in (places[:1] if is_said else places))
+        if (path := next(filter(Path.is_file, paths), None)) is not None:
+            shutil.copyfile(path, folder / name)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
+        "model_max_length": run.model.context,
         "clean_up_tokenization_spaces": False,
     }
     if (end := own.end_of_text) is not None:
         config |= dict.fromkeys(("bos_token", "eos_token"), own.decode([end]))
-    path = folder / TOKENIZER_CONFIG
-    write_json(path, config | (read_json(path) if path.is_file() else {}))
-    if (folder / GENERATION).is_file():
-        return read_json(folder / GENERATION)
+    path = folder / chat.CONFIG
+    files.write_json(path, config | (read_json(path) if path.is_file() else {}))
+    known = read_json(folder / files.GENERATION) if (folder / files.GENERATION).is_file() else {}
+    if source.with_name(files.GENERATION).is_file():
+        return known
     ends = {end} if end is not None else set()
     with contextlib.suppress(DataError):  # no chat template, or one for another program
-        ends |= Chat(own, ChatTemplate.chosen("tokenizer", source)).end_ids
-    known: dict[str, Any] = {}
-    if ends:
+        ends |= chat.Chat(own, chat.ChatTemplate.chosen("tokenizer", folder / TOKENIZER)).end_ids
+    if known:  # of the model that the run began with, whose template may have been another
+        said = known.get("eos_token_id")
+        ends |= {each for each in (said if isinstance(said, list) else [said]) if each is not None}
+    elif ends:
         # Training puts one token between texts: it ends one and begins the next.
         known = {} if end is None else {"bos_token_id": end}
-        known["eos_token_id"] = sorted(ends) if len(ends) > 1 else min(ends)
         known["pad_token_id"] = min(ends) if end is None else end
-    write_json(folder / GENERATION, known)
+    if ends:
+        known["eos_token_id"] = sorted(ends) if len(ends) > 1 else min(ends)
+    files.write_json(folder / files.GENERATION, known)
     return known
 
 
 def verify(
-    folder: Path,
-    weights: Folded | WithCuts,
-    dtype: torch.dtype,
-    checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
+    folder: Path, weights: Weights, dtype: torch.dtype, checkpoint: Checkpoint, own: Tokenizer
 ) -> str:
     """Open a folder of weights with transformers; CheckpointError says by how much it is off.
-
-    What was written must be the weights, rounded. Before they are rounded, they must give the
-    trained model's logits for a text that the folder itself continues, and each token of that must
-    be the trained model's own choice. One model is in memory at a time, in float32.
+    What was written must be the weights, rounded. Before rounding, they must give the trained
+    model's logits for a text that the folder itself continues, each token of it also the trained
+    model's choice. One model is in memory at a time, in float32.
     """
     most = min(TOKENS, checkpoint.settings.model.context)
     more = min(CONTINUED, most // 2)
-    known = tokenizer.encode(SAMPLE)[: most - more] or [0]  # a vocabulary may have none of it
+    known = own.encode(SAMPLE)[: most - more] or [0]  # a vocabulary may have none of it
     prompt = torch.tensor([known])
     transformers = needs("transformers", "hf", VERIFYING)
     with torch.no_grad(), _quiet():
@@ -271,10 +269,8 @@ def trained_model(checkpoint: Checkpoint) -> Joined:
     return model
 
 
-def _restore_weights(model: Any, weights: Folded | WithCuts, dtype: torch.dtype) -> None:
-    """What transformers has loaded must be what was written, bit for bit, and nothing is missing;
-    afterwards it is as it was before it was rounded.
-    """
+def _restore_weights(model: Any, weights: Weights, dtype: torch.dtype) -> None:
+    """What transformers has loaded must be what was written; then it is as before rounding."""
     state, names = model.state_dict(), weights.shapes.keys()
     if state.keys() != names:
         odd = sorted(state.keys() ^ names)
@@ -399,7 +395,7 @@ def _validation_loss(checkpoint: Checkpoint) -> str:
 
 def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> None:
     """Adapters fit the weights that they were trained beside, rounded as their folder has them."""
-    theirs = FolderWeights(Path(base))
+    theirs = files.FolderWeights(Path(base))
     for name in sorted(theirs.listed.keys() & folded.names()):
         has_adapter = f"{name.removesuffix('weight')}{UP}.weight" in checkpoint.names()
         kept = folded.in_full(name, checkpoint.tensor(name)) if has_adapter else folded.tensor(name)
@@ -412,10 +408,8 @@ def _refuse_other_base(base: str, checkpoint: Checkpoint, folded: Folded) -> Non
 
 
 def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: Display) -> None:
-    """Write what a LoRA run has trained as a folder for peft, whole, or leave things as they were.
-    The model that it belongs to is not in it; `base` names it for peft.
-    """
-    check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
+    """Write what a LoRA run has trained as a folder for peft; `base` names the model below."""
+    files.check_target(wanted.folder, wanted.replace, ADAPTER_CONFIG)
     settings = checkpoint.settings
     if not settings.lora.rank:
         raise ConfigError(
@@ -428,10 +422,10 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
             f"plain model lacks. It has {why}. Export the whole model, without --adapter"
         )
     checkpoint.verify()
-    dtype = EXPORT_TYPES[wanted.dtype]
+    dtype = files.EXPORT_TYPES[wanted.dtype]
     folded, found = Folded(checkpoint), {}
     names = {n for n in checkpoint.names() if is_adapter(n) and n.endswith(".weight")}
-    if (Path(base) / CONFIG).is_file():
+    if (Path(base) / files.CONFIG).is_file():
         display.phase("verify", f"the weights of {base} against those beside the adapters")
         _refuse_other_base(base, checkpoint, folded)
     for name, tensor in sorted(checkpoint.tensors(names).items()):
@@ -454,10 +448,10 @@ def export_adapter(checkpoint: Checkpoint, wanted: Wanted, base: str, display: D
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    with new_folder(wanted.folder) as folder:
+    with files.new_folder(wanted.folder) as folder:
         save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (folder / ADAPTER_WEIGHTS).chmod(0o644)
-        write_json(folder / ADAPTER_CONFIG, config)
+        files.write_json(folder / ADAPTER_CONFIG, config)
 
 
 def run_tasks(
@@ -469,9 +463,7 @@ def run_tasks(
     folder: Path | None = None,
     allow_plugins: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Scores by task and metric; `limit` examples of each task, 0 = all. `folder` has task files of
-    the user's own. The harness loads the data of its tasks itself.
-    """
+    """Scores by task and metric, of `limit` examples each (0: all); `folder` has more tasks."""
     harness = needs("lm_eval", "eval", MEASURING)
     needs("transformers", "hf", MEASURING)
     tasks_of = needs("lm_eval.tasks", "eval", MEASURING).TaskManager
@@ -484,7 +476,7 @@ def run_tasks(
             )
     with tempfile.TemporaryDirectory(prefix="thinwire-eval-") as scratch:
         model = place
-        if not (place / CONFIG).is_file():  # no exported model yet
+        if not (place / files.CONFIG).is_file():  # no exported model yet
             checkpoint = Checkpoint.open(place, allow_plugins)
             model = Path(scratch) / checkpoint.settings.run.name
             export(checkpoint, Wanted(model, verify=False), display)

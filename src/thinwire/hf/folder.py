@@ -17,15 +17,14 @@ import safetensors
 import torch
 from torch import Tensor
 
-from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
-from thinwire.data.chat import JINJA
+from thinwire.data import chat
 from thinwire.data.sources import read_json, reading
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import flush, partial_folder, replace_folder
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-BESIDE = (TOKENIZER_CONFIG, "special_tokens_map.json", JINJA, GENERATION)
+BESIDE = (chat.CONFIG, "special_tokens_map.json", chat.JINJA, GENERATION)
 """What may stand beside a tokenizer.json, and goes where it goes."""
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -165,9 +164,7 @@ def write_tensors(path: Path, listed: Mapping[str, Kept], read: Read) -> None:
 def write_model(
     folder: Path, shapes: Shapes, dtype: torch.dtype, read: Read, most_bytes: int
 ) -> None:
-    """Write a model as one file, or as several of at most `most_bytes` with an index. A tensor is
-    never split, so one that is larger has a file of its own.
-    """
+    """Write a model as one file, or as several of at most `most_bytes`; no tensor is split."""
     parts: list[dict[str, Kept]] = [{}]
     size = count = 0
     for name, shape in shapes.items():

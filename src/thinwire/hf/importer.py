@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.data import Tokenizer
-from thinwire.data.chat import CONFIG as TOKENIZER_CONFIG
+from thinwire.data import Tokenizer, chat
 from thinwire.data.sources import read_json, reading
 from thinwire.engine.build import StageBuilder
 from thinwire.engine.checkpoint import (
@@ -42,17 +41,7 @@ from thinwire.engine.checkpoint import (
 )
 from thinwire.errors import CheckpointError, ConfigError, DataError
 from thinwire.folders import write_file
-from thinwire.hf.folder import (
-    BESIDE,
-    CONFIG,
-    TYPES,
-    FolderWeights,
-    Kept,
-    Read,
-    check_target,
-    new_folder,
-    write_tensors,
-)
+from thinwire.hf import folder as files
 from thinwire.hf.shape import is_tied, shape_of
 from thinwire.lazy import needs
 from thinwire.model.llama import EMBEDDING
@@ -86,8 +75,8 @@ class Origin:
     name: str
     config: dict[str, Any]
     folder: Path  # it has the tokenizer; what stands beside that goes where the model goes
-    listed: dict[str, Kept]
-    read: Read
+    listed: dict[str, files.Kept]
+    read: files.Read
     notes: list[str]
 
 
@@ -98,7 +87,7 @@ def opened(place: str) -> Iterator[Origin]:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(
-                f"{path} is a file: give the folder of the model (with its {CONFIG}), or a .gguf"
+                f"{path} is a file: give the folder of the model (with its config.json), or a .gguf"
             )
         with tempfile.TemporaryDirectory(prefix="thinwire-gguf-") as scratch:
             yield _gguf(path, Path(scratch))
@@ -109,12 +98,12 @@ def opened(place: str) -> Iterator[Origin]:
 
 
 def _folder(folder: Path, name: str) -> Origin:
-    if (folder / MANIFEST).is_file() and not (folder / CONFIG).is_file():
+    if (folder / MANIFEST).is_file() and not (folder / files.CONFIG).is_file():
         raise ConfigError(f"{folder} is a checkpoint of thinwire already: use it as it is")
     ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs and not (folder / CONFIG).is_file():
+    if ggufs and not (folder / files.CONFIG).is_file():
         raise ConfigError(f"{folder} holds GGUF files: name one of them, such as {ggufs[0]}")
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / files.CONFIG)
     shape_of(config)  # refused before all else, as the most likely and the cheapest
     path = folder / TOKENIZER
     if not path.is_file():
@@ -122,7 +111,7 @@ def _folder(folder: Path, name: str) -> Origin:
             f"{folder} has no {TOKENIZER}. An older kind of tokenizer is converted by "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers"
         )
-    weights = FolderWeights(folder)
+    weights = files.FolderWeights(folder)
     return Origin(name, config, folder, weights.listed, weights.read, [])
 
 
@@ -136,9 +125,9 @@ def _fetched(name: str) -> Path:
         "network, or fetch the folder elsewhere and give its path"
     )
     with reading(name, (Exception,), advice):  # of the hub, of HTTP, of the network: of many kinds
-        first = Path(hub.snapshot_download(name, allow_patterns=[CONFIG]))
-        shape_of(read_json(first / CONFIG))  # before gigabytes are fetched
-        wanted = [CONFIG, TOKENIZER, *BESIDE, *_WEIGHTS]
+        first = Path(hub.snapshot_download(name, allow_patterns=[files.CONFIG]))
+        shape_of(read_json(first / files.CONFIG))  # before gigabytes are fetched
+        wanted = [files.CONFIG, TOKENIZER, *files.BESIDE, *_WEIGHTS]
         return Path(hub.snapshot_download(name, allow_patterns=wanted))
 
 
@@ -170,7 +159,7 @@ def _gguf(path: Path, scratch: Path) -> Origin:
         "Training changes these weights; they are not rounded to the file's few bits again"
     )
     tensors = model.state_dict()
-    listed = {name: Kept(tuple(tensor.shape), "F32") for name, tensor in tensors.items()}
+    listed = {name: files.Kept(tuple(tensor.shape), "F32") for name, tensor in tensors.items()}
     return Origin(path.stem, config, scratch, listed, tensors.__getitem__, [note])
 
 
@@ -183,18 +172,19 @@ def import_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
     """Write the folder of an import, all of it or nothing; returns what a user is told of it."""
-    check = functools.partial(check_target, target, force, MANIFEST, IMPORTED, "imported model")
+    ours = MANIFEST, IMPORTED, "imported model"
+    check = functools.partial(files.check_target, target, force, *ours)
     check()
     with opened(place) as found:
         origin = _untied(found)
         settings, notes = _planned(origin, stages, context)
         parts = _matched(origin, settings)
-        with new_folder(target) as folder:
+        with files.new_folder(target) as folder:
             _write(folder, origin, settings, parts, target.absolute(), progress)
             check()  # another process may have been quicker
     model, tensors = settings.model, [kept for part in parts for kept in part.values()]
     parameters = sum(math.prod(kept.shape) for kept in tensors)
-    types = {str(TYPES[kept.dtype]).removeprefix("torch.") for kept in tensors}
+    types = {str(files.TYPES[kept.dtype]).removeprefix("torch.") for kept in tensors}
     about = (
         f"imported {origin.name} ({origin.config['model_type']}, {parameters:,} parameters, "
         f"{' and '.join(sorted(types))}) as {target}: {model.layers} blocks in {stages} stages, "
@@ -228,9 +218,7 @@ def _planned(origin: Origin, stages: int, context: int) -> tuple[Settings, list[
         )
     entries, vocab = Tokenizer.load(origin.folder / TOKENIZER).vocab_size, model.vocab
     if entries > vocab:
-        raise DataError(
-            f"the tokenizer has {entries:,} entries, but the embedding has {vocab:,} rows"
-        )
+        raise DataError(f"the tokenizer has {entries:,} entries, the embedding {vocab:,} rows")
     if is_tied(origin.config):
         notes.append(
             "the model ties its output head to its embedding. Here the two stand on the first and "
@@ -244,7 +232,7 @@ def _write(
     folder: Path,
     origin: Origin,
     settings: Settings,
-    parts: list[dict[str, Kept]],
+    parts: list[dict[str, files.Kept]],
     target: Path,
     progress: Callable[[int, int], None],
 ) -> None:
@@ -263,10 +251,10 @@ def _write(
 
     for index, stage in enumerate(parts):
         path = folder / f"stage-{index}.safetensors"
-        write_tensors(path, stage, read)
+        files.write_tensors(path, stage, read)
         shards.append(Shard(path.name, sha256_of(path), path.stat().st_size, sorted(stage)))
     Tokenizer.load(origin.folder / TOKENIZER).save(folder / TOKENIZER)
-    for path in (origin.folder / name for name in BESIDE):
+    for path in (origin.folder / name for name in files.BESIDE):
         if path.is_file():
             write_file(folder / path.name, path.read_bytes())
     write_file(folder / RUN_TOML, run_toml(origin.name, settings, target).encode())
@@ -283,8 +271,8 @@ def _write(
         "tokenizer_sha256": sha256_of(folder / TOKENIZER),
         IMPORTED: origin.name,
     }
-    if (folder / TOKENIZER_CONFIG).is_file():
-        manifest["template_sha256"] = sha256_of(folder / TOKENIZER_CONFIG)
+    if (folder / chat.CONFIG).is_file():
+        manifest["template_sha256"] = sha256_of(folder / chat.CONFIG)
     write_file(folder / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
 
 
@@ -310,7 +298,7 @@ def _untied(origin: Origin) -> Origin:
     )
 
 
-def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
+def _matched(origin: Origin, settings: Settings) -> list[dict[str, files.Kept]]:
     """The tensors of each stage as the origin has them, all of which fit."""
     listed = {
         name: kept
@@ -332,10 +320,10 @@ def _matched(origin: Origin, settings: Settings) -> list[dict[str, Kept]]:
             raise CheckpointError(
                 f"{name} has shape {listed[name].shape}, its config.json asks for {shape}"
             )
-        if listed[name].dtype not in TYPES:
+        if listed[name].dtype not in files.TYPES:
             raise CheckpointError(
                 f"{name} is stored as {listed[name].dtype}; weights must be one of "
-                f"{', '.join(TYPES)}: take the folder of the weights before they were quantised"
+                f"{', '.join(files.TYPES)}: take the folder of the weights that are not quantised"
             )
     return [{name: listed[name] for name in stage} for stage in stages]
 

@@ -8,15 +8,8 @@ import itertools
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DynamicCache,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from thinwire.hf.cuts import MODEL_TYPE, Whole, settings_of
@@ -24,7 +17,7 @@ from thinwire.hf.shape import KEYS
 from thinwire.model.llama import Block
 
 
-class ThinwireConfig(PretrainedConfig):
+class ThinwireConfig(transformers.PretrainedConfig):
     """The shape of a model and of its cuts: `settings` is what thinwire needs to build it."""
 
     model_type = MODEL_TYPE
@@ -39,7 +32,7 @@ class ThinwireConfig(PretrainedConfig):
         super().__init__(**others)
 
 
-class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
+class ThinwireForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin):
     """A trained model with its narrow cuts; codecs are left out."""
 
     config_class = ThinwireConfig
@@ -87,7 +80,7 @@ class ThinwireForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits of every position, the loss if there are labels, and the cache if it is used."""
         _check_padding(attention_mask)
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+            past_key_values = transformers.DynamicCache()
         seen = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
         if seen + input_ids.shape[1] > self._context:
             raise ValueError(
@@ -145,5 +138,5 @@ def _check_padding(attention_mask: Tensor | None) -> None:
 
 def register() -> None:
     """Have the Auto classes open our folders; doing it twice does no harm."""
-    AutoConfig.register(ThinwireConfig.model_type, ThinwireConfig, exist_ok=True)
-    AutoModelForCausalLM.register(ThinwireConfig, ThinwireForCausalLM, exist_ok=True)
+    transformers.AutoConfig.register(ThinwireConfig.model_type, ThinwireConfig, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(ThinwireConfig, ThinwireForCausalLM, exist_ok=True)

@@ -50,9 +50,7 @@ _PLAIN: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def shape_of(config: Mapping[str, Any], context: int = 0) -> ModelConfig:
-    """The model of a config.json; ConfigError names what our model does not do. `context` is the
-    number of tokens in a training sequence, 0 = all positions of the model.
-    """
+    """The model of a config.json, or ConfigError; a `context` of 0 is all of its positions."""
     kind = config.get("model_type")
     if kind not in KINDS:
         raise ConfigError(
@@ -87,17 +85,12 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 def kind_of(model: ModelConfig) -> str:
     """The `model_type` whose class computes what this model does; ConfigError: there is none."""
     if model.qkv_bias and model.qk_norm:
-        raise ConfigError(
-            "no architecture of transformers has both model.qkv_bias and model.qk_norm"
-        )
+        raise ConfigError("no class of transformers has both model.qkv_bias and model.qk_norm")
     return "qwen2" if model.qkv_bias else "qwen3" if model.qk_norm else "llama"
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add.
-    Positions stand in it twice: `rope_parameters` for transformers from version 5 on, and the keys
-    that earlier versions and other programs read.
-    """
+    """The config.json of a resolved model, untied; its tokens and dtype are the writer's to add."""
     kind = kind_of(model)
     stretch: dict[str, Any] = {}
     if (scaling := RopeScaling.parse(model.rope_scaling)) is not None:
@@ -109,18 +102,16 @@ def config_of(model: ModelConfig) -> dict[str, Any]:
         **{theirs: getattr(model, ours) for ours, theirs in KEYS.items()},
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "rope_theta": model.rope_theta,
+        "rope_theta": model.rope_theta,  # as before version 5 of transformers, and elsewhere
         "rope_scaling": stretch or None,
         "rope_parameters": {"rope_theta": model.rope_theta, "rope_type": "default", **stretch},
         "tie_word_embeddings": False,
     }
+    if kind != "qwen2":
+        config["attention_bias"] = False
     if kind == "llama":
-        config |= {"attention_bias": False, "mlp_bias": False}
-    elif kind == "qwen3":
-        config |= {"attention_bias": False}
-    if kind != "llama":
-        config |= {"use_sliding_window": False, "sliding_window": None}
-    return config
+        return {**config, "mlp_bias": False}
+    return {**config, "use_sliding_window": False, "sliding_window": None}
 
 
 def _check_plain(config: Mapping[str, Any]) -> None:
@@ -135,17 +126,13 @@ def _check_windows(config: Mapping[str, Any]) -> None:
     types = config.get("layer_types")
     others = [each for each in types if each != "full_attention"] if isinstance(types, list) else []
     if others:
-        raise ConfigError(
-            f'config.json: layer_types names "{others[0]}": every layer must be full_attention'
-        )
+        raise ConfigError(f'config.json: layer_types has "{others[0]}", all must be full_attention')
     # Qwen says whether the window is used. Mistral uses it, and has one where none is named.
     is_mistral = config.get("model_type") == "mistral"
     window = config.get("sliding_window", 4096 if is_mistral else None)
     is_used = config.get("use_sliding_window", is_mistral)
     if window is not None and is_used:
-        raise ConfigError(
-            f"config.json: sliding_window = {window}: sliding windows are not supported"
-        )
+        raise ConfigError(f"config.json: sliding_window = {window}: this is not supported")
 
 
 def _positions(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -66,9 +66,7 @@ class Choice:
 
 
 def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """The probability of each token: of the top-k likeliest, then of the fewest of these that
-    make up top-p together; equal ones at the edge of top-k stay in.
-    """
+    """The share of each token: of the top-k likeliest and their equals, then of top-p of these."""
     if sampling.top_k:
         worst = torch.topk(logits_V, min(sampling.top_k, len(logits_V))).values[-1]
         logits_V = logits_V.masked_fill(logits_V < worst, -math.inf)
@@ -84,9 +82,7 @@ def shares(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(eq=False)
 class Writing:
-    """A text as it is written: iterate once over its pieces of whole characters. Pieces may be
-    empty, one for each token: whoever waits can look around.
-    """
+    """A text as it is written: iterate once over pieces of whole characters, some of them empty."""
 
     tokenizer: Tokenizer
     prompt: list[int]
@@ -113,9 +109,8 @@ class Writing:
         yield self._shown(self._new_text(is_last=True), is_last=True)
 
     def _new_text(self, is_last: bool = False) -> str:
-        """What has been added, or nothing while its last character is spread over ids to come. It
-        is read behind the piece before: some tokenizers write a token otherwise where it is first.
-        """
+        """What has been added; nothing while its last character is spread over ids to come."""
+        # Read behind the piece before: some tokenizers write a token otherwise where it is first.
         known = self.tokenizer.decode(self._ids[self._before : self._told])
         text = self.tokenizer.decode(self._ids[self._before :])[len(known) :]
         if text.endswith("\ufffd") and not is_last:
@@ -142,10 +137,8 @@ class Writing:
 
 
 class Model(Joined):
-    """The whole model of a checkpoint, with the tokenizer it was trained with.
-
+    """The whole model of a checkpoint, with its tokenizer, on GPUs of this machine if it has any.
     Codecs do to a tensor what they do in training's validations, or nothing without `compression`.
-    Stages are dealt out to the GPUs of this machine, as in training.
 
     It sees its context at most: of a longer prompt the last part. When the window is full its older
     half is dropped, and the rest is computed anew. A key-value cache is kept where codecs let each

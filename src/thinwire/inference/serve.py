@@ -121,9 +121,7 @@ learn_types(Asked)
 def answer_parts(
     asked: Asked, is_chat: bool, writing: Writing, prompt: int, model: str
 ) -> Iterator[str]:
-    """A text in the shapes of OpenAI's answers, as it is written: all at the end, or piece by
-    piece. Empty for a token that adds nothing. `prompt` counts tokens.
-    """
+    """An answer as OpenAI shapes it, in parts, empty for nothing yet; `prompt` counts tokens."""
     kind, id_kind = ("chat.completion", "chatcmpl") if is_chat else ("text_completion", "cmpl")
     head = {
         "id": f"{id_kind}-{uuid.uuid4().hex}",
@@ -282,9 +280,7 @@ class Endpoint:
     async def _write_in_turn(
         self, text: Iterator[str], into: Parts, answer: anyio.CancelScope
     ) -> None:
-        """Write a text when it has its turn, which ends with the text, however slowly it is read. A
-        refusal goes the same way as the text, of which a part may have been sent.
-        """
+        """Write a text when it has its turn, however slowly it is read; or why it is refused."""
         with into, contextlib.suppress(anyio.WouldBlock):  # the client leaves too much unread
             try:
                 state = self._turns.statistics()

@@ -29,6 +29,7 @@ FILE_NAME, EVENTS_FILE = "metrics.jsonl", "events.jsonl"
 ID_FILE = "wandb-id"  # in the folder of a run: one that is resumed continues its curves
 INIT_SECONDS = 30
 LAST_SECONDS = 60.0  # to upload what is left, at the end of a run
+_END_BYTES = 1 << 20  # of a file, in which its last step is looked for
 
 
 class MetricsWriter(contextlib.ExitStack):
@@ -158,10 +159,12 @@ def without_nan(value: Any) -> Any:
 
 
 def last_step(folder: Path) -> "Row | None":
-    """The last step that was written; None where there is none."""
-    rows = map(Row.read, lines_of(folder))
-    steps = (row for row in rows if row is not None and row.kind == "step")
-    return max(steps, key=lambda row: row.step, default=None)
+    """The last step that was written, as the end of the file has it; None where there is none."""
+    with contextlib.suppress(OSError), (folder / FILE_NAME).open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+        rows = map(Row.read, reversed(file.readlines()))
+        return next((row for row in rows if row is not None and row.kind == "step"), None)
+    return None
 
 
 def _drop_after(path: Path, last_step: int) -> None:

@@ -3,9 +3,8 @@
 They read at 80 columns, without colour and in ASCII. "-" stands for a number that is not known.
 """
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,8 @@ def print_summary(summary: Summary) -> None:
 
 def _facts(summary: Summary) -> RenderableType:
     """What is known of the run, line by line; what is not is left out."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for name, told in itertools.chain(_reached(summary), _took(summary), _sent(summary)):
-        grid.add_row(name, told)
-    grid.add_row("settings", f"hash {summary['config_hash']}, seed {summary['seed']}")
-    return grid
+    settings = "settings", f"hash {summary['config_hash']}, seed {summary['seed']}"
+    return fact_grid([*_reached(summary), *_took(summary), *_sent(summary), settings])
 
 
 def _reached(summary: Summary) -> Iterator[tuple[str, str | Text]]:
@@ -182,12 +176,23 @@ def against_bf16(ratio: float | None) -> str:
     return f"{text} over dense bf16" if text == "no saving" else f"{text} bytes than dense bf16"
 
 
+def fact_grid(facts: Iterable[tuple[str, str | Text]]) -> RenderableType:
+    """What is known by its name, line by line."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, told in facts:
+        grid.add_row(name, told)
+    return grid
+
+
 def plain_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     """An empty table with a title and a rule under its head, as all of ours are. Columns of numbers
     stand behind the others, to the right, and these are never broken over lines.
     """
+    left = (Column(name, overflow="fold") for name in columns)
     right = (Column(name, justify="right", no_wrap=True) for name in numbers)
     return Table(
-        *columns, *right, title=f"\n{title}", title_justify="left", title_style="bold",
+        *left, *right, title=f"\n{title}", title_justify="left", title_style="bold",
         header_style="dim", box=_HEAD_RULE, show_edge=False, padding=(0, 1), pad_edge=False,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from thinwire.report.human import duration
 from thinwire.report.metrics import FILE_NAME, last_step
 from thinwire.run.checkpoints import last_checkpoint
 from thinwire.run.protocol import StatusReport
-from thinwire.settings import RunConfig
+from thinwire.settings import RunConfig, load_settings
 
 FILE = "control.sock"  # in the folder of a run, or of a peer
 LONGEST_LINE = 1 << 20  # bytes; the status of a thousand peers takes less
@@ -176,7 +176,7 @@ def _heard(lines: BufferedIOBase) -> dict[str, Any]:
 
 def alive_reports(given: Path | None) -> list[StatusReport]:
     """How runs stand that are alive: the one in this folder, or all; NotAliveError if none is."""
-    places = [_RUNS, peers_folder()]
+    given, places = _named(given), [_RUNS, peers_folder()]
     if found := _at_work(given, *places):
         return [*map(_report, found)]
     raise _not_alive([given] if given else places)
@@ -185,6 +185,7 @@ def alive_reports(given: Path | None) -> list[StatusReport]:
 def folder_to_ask(given: Path | None, is_host: bool) -> Path:
     """The one folder in which this machine hosts a run, or else is a peer; or NotAliveError."""
     place, other = (_RUNS, peers_folder()) if is_host else (peers_folder(), _RUNS)
+    given = _named(given)
     found = _at_work(given, place)
     able = [folder for folder in found if is_alive(folder)]
     if len(able) > 1:
@@ -205,6 +206,11 @@ def folder_to_ask(given: Path | None, is_host: bool) -> Path:
 def hosted_folders() -> list[Path]:
     """The folders of all runs that this machine hosts and that answer."""
     return [folder for folder in _at_work(None, _RUNS) if is_alive(folder)]
+
+
+def _named(given: Path | None) -> Path | None:
+    """The folder that was named: a settings file stands for the run that it starts."""
+    return load_settings(given, []).run.folder if given and given.is_file() else given
 
 
 def _at_work(given: Path | None, *places: Path) -> list[Path]:

@@ -21,20 +21,7 @@ from msgspec.structs import replace
 
 from thinwire.data import Corpus, Tokenizer
 from thinwire.data.chat import CONFIG, ChatTemplate
-from thinwire.engine.checkpoint import (
-    FORMAT,
-    MANIFEST,
-    TOKENIZER,
-    Checkpoint,
-    Shard,
-    Versions,
-    checkpoints_folder,
-    list_checkpoints,
-    partial_folder,
-    sealed,
-    sha256_of,
-    step_of,
-)
+from thinwire.engine import checkpoint as ck
 from thinwire.engine.reports import ShardWritten
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.folders import claimed, next_free_name, replace_file, replace_folder, write_file
@@ -42,11 +29,11 @@ from thinwire.report import Display
 from thinwire.settings import Settings
 
 PROVEN = "proven.json"
-UNTRAINED = Versions(0, 0)
+UNTRAINED = ck.Versions(0, 0)
 ORIGIN = "origin"  # what a manifest says of the weights that its run started from
 
 
-def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
+def origin_in(checkpoint: ck.Checkpoint | None) -> dict[str, Any]:
     """What a checkpoint says of the weights that its run started from, under its name."""
     origin = checkpoint.manifest.get(ORIGIN) if checkpoint is not None else None
     return {ORIGIN: origin} if isinstance(origin, dict) else {}
@@ -54,7 +41,7 @@ def origin_in(checkpoint: Checkpoint | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def claim_folder(
-    folder: Path, checkpoint: Checkpoint | None, goes_on: bool = False
+    folder: Path, checkpoint: ck.Checkpoint | None, goes_on: bool = False
 ) -> Iterator[None]:
     """Hold a run's folder: never beside a process, nor over another run; `goes_on`: it is this."""
     with claimed(folder, "wait for it, stop it, or choose another name (--set run.name=...)"):
@@ -67,9 +54,9 @@ def claim_folder(
             discard_partial(folder)
 
 
-def _refuse_other_run(folder: Path, checkpoint: Checkpoint | None) -> None:
+def _refuse_other_run(folder: Path, checkpoint: ck.Checkpoint | None) -> None:
     """A folder that holds a run is for that run alone."""
-    record, saved = folder / "metrics.jsonl", list_checkpoints(folder)
+    record, saved = folder / "metrics.jsonl", ck.list_checkpoints(folder)
     if not saved and not (record.is_file() and record.stat().st_size):
         return
     if checkpoint is None:
@@ -92,12 +79,12 @@ class Proof(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def newest(self, run_folder: Path) -> Path | None:
         """The newest checkpoint that is proven."""
-        proven = [p for p in list_checkpoints(run_folder) if step_of(p) <= self.step]
+        proven = [p for p in ck.list_checkpoints(run_folder) if ck.step_of(p) <= self.step]
         return proven[-1] if proven else None
 
     def write(self, run_folder: Path) -> None:
         """Keep this for whoever resumes; in one rename, so that it is never half written."""
-        replace_file(checkpoints_folder(run_folder) / PROVEN, msgspec.json.encode(self))
+        replace_file(ck.checkpoints_folder(run_folder) / PROVEN, msgspec.json.encode(self))
 
 
 ALL_GOOD = Proof(sys.maxsize)  # of a run from before proofs were kept
@@ -106,13 +93,13 @@ ALL_GOOD = Proof(sys.maxsize)  # of a run from before proofs were kept
 def read_proof(run_folder: Path) -> Proof:
     """What was written; if there is nothing, or it cannot be read, all counts as good."""
     try:
-        text = (checkpoints_folder(run_folder) / PROVEN).read_bytes()
+        text = (ck.checkpoints_folder(run_folder) / PROVEN).read_bytes()
         return msgspec.json.decode(text, type=Proof)
     except (OSError, ValueError):
         return ALL_GOOD
 
 
-def begin_proof(run_folder: Path, resumed: Checkpoint | None) -> Proof:
+def begin_proof(run_folder: Path, resumed: ck.Checkpoint | None) -> Proof:
     """What is known when a run begins or goes on: nothing of the course that it leaves."""
     if resumed is None or not resumed.folder.resolve().is_relative_to(run_folder.resolve()):
         return Proof(0)
@@ -126,16 +113,16 @@ def is_proven(checkpoint: Path) -> bool:
     """Whether a checkpoint is good as far as is known; so is a copy under another name."""
     proof = read_proof(checkpoint.resolve().parent.parent)
     try:
-        return step_of(checkpoint) <= proof.step or step_of(checkpoint) == proof.ended
+        return ck.step_of(checkpoint) <= proof.step or ck.step_of(checkpoint) == proof.ended
     except ValueError:
         return True
 
 
 def open_newest(
     place: Path, allow_plugins: bool = False, trusted_plugins: Iterable[str] = ()
-) -> tuple[Checkpoint, list[str]]:
+) -> tuple[ck.Checkpoint, list[str]]:
     """The checkpoint that is named, or of a run the newest that is good and opens; and notes."""
-    found = [] if (place / MANIFEST).is_file() else list_checkpoints(place)
+    found = [] if (place / ck.MANIFEST).is_file() else ck.list_checkpoints(place)
     good = [path for path in found if is_proven(path)]
     candidates, notes = [*reversed(good or found)] or [place], []
     if found and found[-1] not in good:
@@ -147,13 +134,16 @@ def open_newest(
     errors: list[CheckpointError] = []
     for path in candidates:
         try:
-            checkpoint = Checkpoint.open(path, allow_plugins, trusted_plugins)
+            checkpoint = ck.Checkpoint.open(path, allow_plugins, trusted_plugins)
             checkpoint.verify()
         except CheckpointError as error:
             errors.append(error)
             notes.append(f"{path} is passed over, for it does not open: {error}")
         else:
             return checkpoint, [*notes, f"continuing from {path}"] if errors else notes
+    if others := [path for path in found if path not in candidates]:
+        way = f"to use one from which no step was trained yet, name it: --resume {others[-1]}"
+        raise CheckpointError(f"{errors[0]}; {way}")
     raise errors[0]
 
 
@@ -164,7 +154,7 @@ class Checkpoints:
     settings: Settings
     folder: Path
     data: Corpus
-    resumed: Checkpoint | None
+    resumed: ck.Checkpoint | None
     display: Display
     latest: Path | None = None
     failed: dict[int, str] = field(default_factory=dict)  # why there is no checkpoint of a step
@@ -173,15 +163,13 @@ class Checkpoints:
     _validations: dict[int, float] = field(default_factory=dict)  # losses, by step
 
     def begin(self) -> float:
-        """Training begins: later checkpoints are set aside and prove nothing. The loss of the best
-        validation before.
-        """
+        """Training begins: later checkpoints are set aside. The best validation loss before."""
         for moved in set_aside_later(self.folder, self.resumed.step) if self.resumed else ():
             later = "a later checkpoint, which this run does not continue"
             self.display.note(f"{later}, is kept as {moved}")
         self._proof = begin_proof(self.folder, self.resumed)
         self._proof.write(self.folder)
-        self._proof_is_due = bool(list_checkpoints(self.folder))
+        self._proof_is_due = bool(ck.list_checkpoints(self.folder))
         return self._proof.best_loss
 
     def complete(self, step: int, parts: list[ShardWritten]) -> None:
@@ -231,25 +219,21 @@ class Checkpoints:
         """The run ended in good order after `step` updates."""
         self._write_proof(ended=step)
 
-    def last_good(self) -> Path | None:
-        """The newest checkpoint from which a step was trained and committed."""
-        good, resumed = self._proof.newest(self.folder), self.resumed
-        if resumed and (self._proof.step >= resumed.step or is_proven(resumed.folder)):
-            return good or resumed.folder
-        return good
-
     def way_back(self, after_best: bool = False) -> str:
         """Where good weights are, if any: the last; `after_best`, those of the best validation."""
         if after_best and (best := self.best()) is not None:
             return f"the weights of the best validation are in {best}. Resume from there"
-        if (good := self.last_good()) is not None:
-            return f"the last good weights are in {good}. Resume from there"
-        return "no good checkpoint exists. Start a new run"
+        good, resumed = self._proof.newest(self.folder), self.resumed
+        if resumed and (self._proof.step >= resumed.step or is_proven(resumed.folder)):
+            good = good or resumed.folder
+        if good is None:
+            return "no good checkpoint exists. Start a new run"
+        return f"the last good weights are in {good}. Resume from there"
 
     def best(self) -> Path | None:
         """The checkpoint of the best validation."""
-        paths = list_checkpoints(self.folder)
-        return next((path for path in paths if step_of(path) == self._proof.best), None)
+        paths = ck.list_checkpoints(self.folder)
+        return next((path for path in paths if ck.step_of(path) == self._proof.best), None)
 
     def _choose_best(self) -> bool:
         """Look for the checkpoint of the best validation; whether it is another one now. The first
@@ -258,17 +242,17 @@ class Checkpoints:
         before = self._proof
         if self.best() is None:
             self._proof = replace(self._proof, best=None, best_loss=math.inf)
-        for path in list_checkpoints(self.folder):
-            later = [step for step in self._validations if step >= step_of(path)]
+        for path in ck.list_checkpoints(self.folder):
+            later = [step for step in self._validations if step >= ck.step_of(path)]
             loss = self._validations[min(later)] if later else math.inf
             if loss < math.inf and loss <= self._proof.best_loss:
-                self._proof = replace(self._proof, best=step_of(path), best_loss=loss)
+                self._proof = replace(self._proof, best=ck.step_of(path), best_loss=loss)
         return self._proof != before
 
     def _settle(self) -> None:
         """Write down which checkpoints are good, and remove those that are no longer needed."""
         good = self._proof.newest(self.folder)
-        self._proof_is_due = [good] != list_checkpoints(self.folder)[-1:]
+        self._proof_is_due = [good] != ck.list_checkpoints(self.folder)[-1:]
         self._write_proof()
         if self.latest is not None:
             prune(self.folder, self.settings.train.keep, self.latest, good, self.best())
@@ -282,11 +266,11 @@ class Checkpoints:
 
 def last_checkpoint(run_folder: Path) -> int | None:
     """The step of the newest checkpoint of a run."""
-    return max(map(step_of, list_checkpoints(run_folder)), default=None)
+    return max(map(ck.step_of, ck.list_checkpoints(run_folder)), default=None)
 
 
 def facts_of(
-    settings: Settings, data: Corpus, memory: dict[str, Any], versions: Versions = UNTRAINED
+    settings: Settings, data: Corpus, memory: dict[str, Any], versions: ck.Versions = UNTRAINED
 ) -> dict[str, Any]:
     """What a manifest says of the run that a checkpoint is of."""
     plain = {"settings": settings.to_plain(), "config_hash": settings.hash}
@@ -296,23 +280,23 @@ def facts_of(
 def commit(
     run_folder: Path,
     step: int,
-    shards: list[Shard],
+    shards: list[ck.Shard],
     facts: dict[str, Any],
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None = None,
 ) -> Path:
     """Make the partial checkpoint of `step` the real one, in one rename; returns its folder."""
-    partial = partial_folder(run_folder, step)
-    final = checkpoints_folder(run_folder) / f"step-{step:08d}"
-    manifest = {"format": FORMAT, "step": step, **facts, "shards": [vars(s) for s in shards]}
+    partial = ck.partial_folder(run_folder, step)
+    final = ck.checkpoints_folder(run_folder) / f"step-{step:08d}"
+    manifest = {"format": ck.FORMAT, "step": step, **facts, "shards": [vars(s) for s in shards]}
     try:
         if tokenizer is not None:
-            tokenizer.save(partial / TOKENIZER)
-            manifest["tokenizer_sha256"] = sha256_of(partial / TOKENIZER)
+            tokenizer.save(partial / ck.TOKENIZER)
+            manifest["tokenizer_sha256"] = ck.sha256_of(partial / ck.TOKENIZER)
         if template is not None:
             write_file(partial / CONFIG, template.json().encode())
-            manifest["template_sha256"] = sha256_of(partial / CONFIG)
-        write_file(partial / MANIFEST, json.dumps(sealed(manifest), indent=1).encode())
+            manifest["template_sha256"] = ck.sha256_of(partial / CONFIG)
+        write_file(partial / ck.MANIFEST, json.dumps(ck.sealed(manifest), indent=1).encode())
         replace_folder(partial, final)
     except OSError as error:
         lost = f"the checkpoint of step {step} cannot be completed in {partial}: {error}"
@@ -324,13 +308,13 @@ def commit(
 def discard_partial(run_folder: Path, step: int | None = None) -> None:
     """Remove what failed or interrupted work left behind: that of one step, or all of it."""
     which = "step-*" if step is None else f"step-{step:08d}"
-    for leftover in checkpoints_folder(run_folder).glob(f".*-{which}"):
+    for leftover in ck.checkpoints_folder(run_folder).glob(f".*-{which}"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> None:
     """Keep `latest` and the newest of the others, `keep` in all; `needed` stay in any case."""
-    others = [path for path in list_checkpoints(run_folder) if path != latest]
+    others = [path for path in ck.list_checkpoints(run_folder) if path != latest]
     for old in others[: max(0, len(others) - (keep - 1))]:
         if old not in needed:
             pruned = old.with_name(f".pruned-{old.name}")
@@ -341,6 +325,6 @@ def prune(run_folder: Path, keep: int, latest: Path, *needed: Path | None) -> No
 
 def set_aside_later(run_folder: Path, step: int) -> list[Path]:
     """Rename checkpoints after `step`, where a run continues: they would look like its newest."""
-    later = [path for path in list_checkpoints(run_folder) if step_of(path) > step]
+    later = [path for path in ck.list_checkpoints(run_folder) if ck.step_of(path) > step]
     names = [next_free_name(path.parent, f"abandoned-{path.name}") for path in later]
     return [path.rename(path.with_name(name)) for path, name in zip(later, names, strict=True)]

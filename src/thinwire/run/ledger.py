@@ -1,6 +1,4 @@
-"""The ledger of a run: what the stages report, put together into records and a summary; and
-whether their loss explodes.
-"""
+"""What the stages of a run report, put together; and whether their loss explodes."""
 
 import itertools
 import math
@@ -12,13 +10,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.engine.reports import Evaluation, Meters, Moved, Step
-from thinwire.report.records import (
-    LinkRecord,
-    StageRecord,
-    StepRecord,
-    Timeline,
-    TraceSpan,
-)
+from thinwire.report.records import LinkRecord, StageRecord, StepRecord, Timeline, TraceSpan
 from thinwire.run.conduct import first_not_finite
 from thinwire.run.protocol import Ready, RunProgress
 from thinwire.schedule import Costs, Links, simulate
@@ -49,25 +41,21 @@ class _Timings:
 
     def __init__(self, stages: int):
         self.seconds: list[float] = []
-        self._sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
+        self.sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(stages)]
         self._traces: deque[list[Step]] = deque(maxlen=_LAST_TRACES)
 
     def add(self, reports: list[Step]) -> None:
         """Count one step that all stages have reported."""
         self.seconds.append(_step_seconds(reports))
         self._traces.append(reports)
-        for stage, (sums, report) in enumerate(zip(self._sums, reports, strict=True)):
+        for stage, (sums, report) in enumerate(zip(self.sums, reports, strict=True)):
             parts = {**vars(report.costs), "wait": report.wait, **_wait_seconds(reports, stage)}
             for name, seconds in parts.items():
                 sums[name] += seconds
 
-    def mean(self, stage: int, cost: str) -> float:
-        """Mean cost per step; 0 when there was none."""
-        return self._sums[stage][cost] / max(1, len(self.seconds))
-
     def shares(self, stage: int, microbatches: int) -> dict[str, Any]:
         """What a stage did with the steps' time; compute, update, wait and other are all of it."""
-        total, sums = sum(self.seconds) or math.nan, self._sums[stage]
+        total, sums = sum(self.seconds) or math.nan, self.sums[stage]
         compute = (sums["forward"] + sums["backward"]) / total * microbatches
         update, wait = sums["update"] / total, sums["wait"] / total
         parts = {"stage": stage, "compute": compute, "update": update, "wait": wait}
@@ -129,7 +117,6 @@ class Ledger:
         self._crossed: Crossed = np.zeros((cuts, 2), int)
         self._crossed_before, self._sent_before = self._crossed, Counter[str]()  # in earlier epochs
         self._meters: dict[int, Meters] = {}  # the latest that each stage has reported
-        self._finished: set[int] = set()
         self.go_on(stages, first_step, links)
 
     def go_on(
@@ -151,7 +138,7 @@ class Ledger:
         self.origin = ""  # of non-finite values, in the first of these
         self._pending: dict[int, dict[int, Step]] = {}
         self._crossed, self._meters = np.zeros_like(self._crossed_before), {}
-        self._finished.clear()
+        self._finished: set[int] = set()
 
     def add_step(self, stage: int, report: Step) -> StepRecord | None:
         """File one stage's report; the step's record once every stage has reported it."""
@@ -212,8 +199,8 @@ class Ledger:
         losses = [record.loss for record in self.records]
         return losses[-1:] + [*self._validations.values()][-1:]
 
-    def typical_step(self) -> Timeline:
-        """The timeline of a typical step, to draw; there must have been a step."""
+    def progress(self) -> RunProgress:
+        """How the run works, with a typical step, to draw; there must have been a step."""
         chosen = self._timed.typical()
         origin = chosen[0].start
         spans = [
@@ -223,12 +210,9 @@ class Ledger:
             if label != "norm"
         ]
         which = self.settings.run.name, chosen[0].step + 1
-        return Timeline(*which, _step_seconds(chosen), self._stage_records(chosen), spans)
-
-    def progress(self) -> RunProgress:
-        """How the run works at the moment; there must have been a step."""
+        timeline = Timeline(*which, _step_seconds(chosen), self._stage_records(chosen), spans)
         median, measured = statistics.median(self._timed.seconds), (self._cuts(), self._costs())
-        return RunProgress(median, self.typical_step(), self._shares(), *measured, self._network)
+        return RunProgress(median, timeline, self._shares(), *measured, self._network)
 
     def _shares(self) -> list[dict[str, Any]]:
         microbatches = self.settings.pipeline.microbatches
@@ -321,10 +305,11 @@ class Ledger:
 
     def _costs(self) -> Costs:
         """Mean measured times and bytes, as the simulator takes them."""
-        mean, crossed = self._timed.mean, self._crossed_in_all
+        timed, crossed = self._timed, self._crossed_in_all
+        steps = max(1, len(timed.seconds))
         frames = max(1, self._steps_run * self.settings.pipeline.microbatches)
         kinds = ("forward", "backward", "update")
-        forward, backward, update = ([mean(s, k) for s in self._stages] for k in kinds)
+        forward, backward, update = ([sums[k] / steps for sums in timed.sums] for k in kinds)
         up, down = (crossed // frames).T.tolist()
         return Costs(forward, backward, update, up, down)
 

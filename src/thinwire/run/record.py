@@ -57,7 +57,7 @@ class RunRecord:
         self._feed = Feed(data, settings, torch.device("cpu"))
         self._first_step = resumed.step if resumed else 0
         self._origin = origin_in(resumed)
-        self._earlier, self._links = earlier, links
+        self._earlier, self._links, self._losses = earlier, links, LossWatch()
         self._began = self._closed = time.monotonic()
         self._metrics: MetricsWriter | None = None
         self._trouble_of_metrics = ""  # which the last writing had
@@ -98,8 +98,7 @@ class RunRecord:
     @property
     def is_to_stop(self) -> bool:
         """Whether its loss has exploded, and the settings say that it ends then."""
-        is_exploded = self.has_begun and bool(self._losses.explosion)
-        return is_exploded and self.settings.run.on_explosion == "stop"
+        return bool(self._losses.explosion) and self.settings.run.on_explosion == "stop"
 
     def close(self) -> None:
         """The stages are done, or the run has failed: nothing more is reported."""
@@ -110,7 +109,7 @@ class RunRecord:
 
     def pause(self) -> None:
         """All stages stopped, and the run goes on later, perhaps from an earlier checkpoint."""
-        trouble = self._trouble(counts_explosion=self.settings.run.on_explosion == "stop")
+        trouble = self._trouble(counts_explosion=self.is_to_stop)
         if isinstance(trouble, StageError):
             raise trouble
         if trouble is None and not self._losses.explosion:
@@ -288,7 +287,7 @@ class RunRecord:
 
             loss_figure(Curves.read(self.folder), f"{name}: loss").savefig(plots / "loss.png")
             if self.ledger.records:
-                steps_figure([self.ledger.typical_step()]).savefig(plots / "step.png")
+                steps_figure([self.ledger.progress().timeline]).savefig(plots / "step.png")
         finally:
             self._is_drawing = False
 

@@ -115,7 +115,15 @@ def open_resume(
     checkpoint, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     saved = checkpoint.settings
     settings = adopted(settings, saved)
-    _refuse_moved_cuts(checkpoint, settings)
+    boundary = settings.boundary
+    before, now = ([len(blocks) for blocks in one.split()] for one in (saved, settings))
+    if before != now and boundary.mode != "dense" and boundary.mode == saved.boundary.mode:
+        raise ConfigError(
+            f"cannot resume {checkpoint.folder} with {now} blocks in its stages: the model learned "
+            f'with {before}, and with boundary.mode = "{boundary.mode}" its cuts are part of it. '
+            f"Keep pipeline.stages = {len(before)} and pipeline.split = {before}. "
+            f"{_anew(checkpoint)}"
+        )
     _refuse_changes(checkpoint, settings)
     old, new = (saved.optim, saved.train.steps), (settings.optim, settings.train.steps)
     notes += [*_inexact(saved, settings), *check_memory(settings, checkpoint)]
@@ -123,19 +131,6 @@ def open_resume(
     for note in filter(None, notes):
         display.note(note)
     return checkpoint
-
-
-def _refuse_moved_cuts(checkpoint: Checkpoint, settings: Settings) -> None:
-    """Narrow cuts are part of what a model learned: elsewhere they would ruin it."""
-    saved, boundary = checkpoint.settings, settings.boundary
-    before, now = ([len(blocks) for blocks in s.split()] for s in (saved, settings))
-    if before == now or boundary.mode == "dense" or boundary.mode != saved.boundary.mode:
-        return
-    raise ConfigError(
-        f"cannot resume {checkpoint.folder} with {now} blocks in its stages: the model learned "
-        f'with {before}, and with boundary.mode = "{boundary.mode}" its cuts are part of it. Keep '
-        f"pipeline.stages = {len(before)} and pipeline.split = {before}. {_anew(checkpoint)}"
-    )
 
 
 def _anew(checkpoint: Checkpoint) -> str:
@@ -210,7 +205,6 @@ def open_origin(
         raise CheckpointError(f"train.init_from = {place} is a Hugging Face folder: {way}")
     origin, notes = open_newest(place, allow_plugins, settings.codec.plugins)
     _refuse_other_model(origin, settings)
-    _refuse_other_vocabulary(origin, settings)
     if settings.boundary.is_constrained and (why := why_not_folded(origin.settings)):
         mode = f'boundary.mode = "{settings.boundary.mode}"'
         what = f"{origin.folder} cannot become a model with {mode}"
@@ -294,10 +288,7 @@ def _refuse_other_model(origin: Checkpoint, settings: Settings) -> None:
     if differing:
         shape = f"the model of {origin.folder} has another shape: {', '.join(differing)}"
         raise ConfigError(f"{shape}. Set these keys as it has them; model.vocab may only grow")
-
-
-def _refuse_other_vocabulary(origin: Checkpoint, settings: Settings) -> None:
-    """Ids must stand for the same text, else trained weights mean nothing."""
+    # Ids must stand for the same text, else trained weights mean nothing.
     asked, own = settings.data.tokenizer, origin.tokenizer
     if own is None and not asked and settings.data.source != "tokens":
         raise DataError(

@@ -12,18 +12,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from thinwire.engine.reports import Audited, Step
 from thinwire.errors import ConfigError, printable
 from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.human import ABSENT, duration, human_bytes, human_flops, loss_text
-from thinwire.report.table import plain_table
+from thinwire.report.table import fact_grid, plain_table
 from thinwire.run import protocol as msg
 from thinwire.run.admission import AuthorityBook, Invite
 from thinwire.run.alive import Handler
@@ -150,17 +149,11 @@ class Standing:
                 links.append(msg.LinkStatus(cut, below, above, way, *noted.rates, trip))
             if down and not waiting_for:
                 since, waiting_for = min(down)
-            return msg.StatusReport(
-                run=self.run,
-                run_id=self.run_id,
-                role="host",
-                state="waiting" if self._waiting_for else self._state,
-                time=self._now(),
-                epoch=epoch,
-                waiting_for=waiting_for,
-                waiting_since=since if waiting_for else 0.0,
-                links=links,
-            ).after(self.last_step)
+            state = "waiting" if self._waiting_for else self._state
+            which = self.run, self.run_id, "host", state, self._now(), epoch
+            report = msg.StatusReport(*which, waiting_for=waiting_for, links=links)
+            since = since if waiting_for else 0.0
+            return msgspec.structs.replace(report, waiting_since=since).after(self.last_step)
 
 
 def _finite(number: float) -> float:
@@ -305,8 +298,7 @@ class HostConsole:
                 said = member.tried.answers
                 known = (one for one in self.addresses if one in said)
                 peers[member.name] = {address: one_line(said[address]) for address in known}
-        run = self.settings().run.name
-        return {"run": run, "addresses": list(self.addresses), "peers": peers}
+        return {"run": self.settings().run.name, "addresses": [*self.addresses], "peers": peers}
 
     def _make_invite(self, request: dict[str, Any]) -> dict[str, Any]:
         machines = request.get("machines", 1)
@@ -341,11 +333,10 @@ def status_table(report: msg.StatusReport) -> RenderableType:
             trip = f"{2 * has.latency_ms:,.0f} ms" if has.latency_ms else ""
             found = rate, memory, speeds, trip, "yes" if has.reachable else "no"
             machines.append((name, printable(has.device, 60), *found))
-    heads = ["peer", "stages", "blocks", "state", ">last word"]
-    parts = [_facts(report), *_table("Peers", heads, seats)]
-    measured = [">rate", ">free\nmemory", ">up / down\nMbit/s", ">round\ntrip"]
-    heads = ["peer", "device", *measured, "has\na door"]
-    parts += _table("Machines, as they measured themselves", heads, machines)
+    columns = ["peer", "stages", "blocks", "state"]
+    parts = [_facts(report), *_table("Peers", columns, ["last word"], seats)]
+    numbers = ["rate", "free\nmemory", "up / down\nMbit/s", "round\ntrip", "has\na door"]
+    parts += _table("Machines, as they measured themselves", ["peer", "device"], numbers, machines)
     links = []
     for link in report.links:
         rates = (link.forward_bytes_per_s, link.backward_bytes_per_s)
@@ -353,31 +344,22 @@ def status_table(report: msg.StatusReport) -> RenderableType:
         trip = f"{link.round_trip_ms:,.3g} ms" if link.round_trip_ms else ""
         ends = f"{link.below} - {link.above}"
         links.append((str(link.cut), ends, link.way or "not connected", *shown, trip))
-    heads = ["cut", "between", "way", ">forward", ">backward", ">round\ntrip"]
-    parts += _table("Links", heads, links)
+    numbers = ["forward", "backward", "round\ntrip"]
+    parts += _table("Links", ["cut", "between", "way"], numbers, links)
     return Group(*parts, *(Text(f"note: {printable(note)}") for note in report.notes))
 
 
 def _table(
-    title: str, heads: Sequence[str], rows: Sequence[tuple[str, ...]]
+    title: str, columns: Sequence[str], numbers: Sequence[str], rows: Sequence[tuple[str, ...]]
 ) -> list[RenderableType]:
-    """A table of what others say, as text: a terminal obeys nothing of it. None without rows. A
-    column of numbers has a > before its head.
-    """
-    table = plain_table(title)
-    for head in heads:
-        is_number = head.startswith(">")
-        justify: Literal["left", "right"] = "right" if is_number else "left"
-        table.add_column(head.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
+    """A table of what others say, as text: a terminal obeys nothing of it. None without rows."""
+    table = plain_table(title, *columns, numbers=numbers)
     for row in rows:
         table.add_row(*(Text(printable(cell) or ABSENT) for cell in row))
     return [table] if rows else []
 
 
 def _facts(report: msg.StatusReport) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
     number = f" ({report.run_id})" if report.run_id else ""
     seen_from = {"host": "its host", "folder": "its folder"}.get(report.role, "this peer")
     since, again = duration(report.time - report.waiting_since), report.epoch - 1
@@ -392,7 +374,4 @@ def _facts(report: msg.StatusReport) -> RenderableType:
         "epoch": f"{report.epoch}{times}" if report.epoch else "",
         "checkpoint": "" if saved is None else f"step {saved:,}",
     }
-    for name, text in facts.items():
-        if text:
-            grid.add_row(name, Text(printable(text)))
-    return grid
+    return fact_grid((name, Text(printable(text))) for name, text in facts.items() if text)

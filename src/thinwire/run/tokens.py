@@ -5,9 +5,8 @@
                       not learned whole one bit each, and how many are learned in the step--
 
 A stage asks only for what it reads, some steps before it reads it. A validation comes again and
-again, so its ids are kept, up to a limit. The host answers on the link's threads: any microbatch of
-this run, and nothing else. The corpus's fingerprint is a part of the links' contract, as if it were
-there.
+again, so its ids are kept, up to a limit. The host answers on the link's threads, and of this run
+alone. The corpus's fingerprint is a part of the links' contract, as if it were there.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ import math
 import struct
 import threading
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -26,6 +25,7 @@ from thinwire.background import on_daemon_thread
 from thinwire.data import Corpus
 from thinwire.data.order import MASKED
 from thinwire.engine.build import StageBuilder
+from thinwire.engine.checkpoint import Count
 from thinwire.engine.feed import At, CorpusTokens, Tokens, TokenSource
 from thinwire.errors import WireError, printable
 from thinwire.settings import Settings
@@ -38,8 +38,6 @@ KEPT_BYTES = 64 << 20  # of a validation's ids
 _GREETING_S = 60.0  # for the first word of the other end
 _MOST_UNSENT = 4  # answers that wait for the link while the next one is made
 _COUNT = struct.Struct("<I")
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Columns(enum.IntFlag):
@@ -85,12 +83,9 @@ def _place(frame: Frame, steps: int, microbatches: int, validations: int) -> At 
     return number if side == 1 and number < validations else None
 
 
-class TokenIds(NamedTuple):
-    """What has come of a microbatch; where not all targets are learned, also which and how many."""
-
-    ids_BW: np.ndarray
-    learned_BT: np.ndarray | None
-    learned_count: int | None  # in its step
+# What has come of a microbatch: ids (B, W); where not all targets are learned, which of them are
+# (B, T), and how many in its step.
+TokenIds = tuple[np.ndarray, np.ndarray | None, int | None]
 
 
 class TokenServer:
@@ -184,15 +179,13 @@ class FetchedCorpus(TokenSource):
 
     def read(self, at: At) -> Tokens:
         ids_BW, learned_BT, count = self._obtain(at)
-        inputs_BT, targets_BT = (
-            torch.from_numpy(part.astype(np.int64)) if columns in self._columns else None
-            for columns, part in (
-                (Columns.INPUTS, ids_BW[:, : self._context]),
-                (Columns.TARGETS, ids_BW[:, -self._context :]),
-            )
-        )
-        if targets_BT is not None and learned_BT is not None:
-            targets_BT[torch.from_numpy(~learned_BT)] = MASKED
+        inputs_BT = targets_BT = None
+        if Columns.INPUTS in self._columns:
+            inputs_BT = torch.from_numpy(ids_BW[:, : self._context].astype(np.int64))
+        if Columns.TARGETS in self._columns:
+            targets_BT = torch.from_numpy(ids_BW[:, -self._context :].astype(np.int64))
+            if learned_BT is not None:
+                targets_BT[torch.from_numpy(~learned_BT)] = MASKED
         return Tokens(inputs_BT, targets_BT, count)
 
     def _obtain(self, at: At) -> TokenIds:
@@ -251,7 +244,7 @@ class FetchedCorpus(TokenSource):
                 raise WireError(f"a microbatch with {here} learned tokens came, of {count} in all")
         with self._changed:
             if at in self._ids:  # else it came too late for the step that it was for
-                self._ids[at] = TokenIds(ids_BW, learned_BT, count)
+                self._ids[at] = ids_BW, learned_BT, count
                 self._changed.notify_all()
 
     def _on_broken(self, error: WireError) -> None:

@@ -25,18 +25,7 @@ import msgspec
 import safetensors
 from safetensors.torch import save_file
 
-from thinwire.engine.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    Count,
-    Facts,
-    Hash,
-    Shard,
-    checkpoints_folder,
-    partial_folder,
-    sealed,
-    sha256_of,
-)
+from thinwire.engine import checkpoint as ck
 from thinwire.engine.reports import ShardWritten
 from thinwire.engine.state import names_for_stage
 from thinwire.errors import BreachError, CheckpointError, ConfigError, WireError, printable
@@ -60,11 +49,11 @@ KEPT_SHARDS = 4  # that a member keeps for a host which asks for none of them
 class Want(msgspec.Struct, frozen=True, tag=True):
     """Asks for a file from `offset` on; step and stage say which one it is to those who hold it."""
 
-    step: Count
-    stage: Count
-    sha256: Hash
-    bytes: Count
-    offset: Count = 0
+    step: ck.Count
+    stage: ck.Count
+    sha256: ck.Hash
+    bytes: ck.Count
+    offset: ck.Count = 0
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -107,8 +96,7 @@ class Talk:
 
     def hear(self, timeout: float | None = None) -> Word | Frame | None:
         """The next word or piece; None if the other end closed, WireError if nothing comes."""
-        raw = self._pipe.read_within(timeout)
-        if raw is None:
+        if (raw := self._pipe.read_within(timeout)) is None:
             return None
         try:
             frame = decode(raw, MOST_SAID)
@@ -176,7 +164,7 @@ def take(
     """
     for _ in ("first", "second"):
         _complete(talk, want, part, progress)
-        if (found := sha256_of(part)) == want.sha256:
+        if (found := ck.sha256_of(part)) == want.sha256:
             return
         part.unlink()
     hashes = f"{found[:12]} instead of {want.sha256[:12]}"
@@ -218,17 +206,16 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 def incoming_folder(run_folder: Path) -> Path:
     """Where the host keeps what has arrived of shards, by names that no peer chooses."""
-    return checkpoints_folder(run_folder) / ".incoming"
+    return ck.checkpoints_folder(run_folder) / ".incoming"
 
 
 def _shard_file(run_folder: Path, step: int, stage: int) -> Path:
-    return partial_folder(run_folder, step) / f"stage-{stage}.safetensors"
+    return ck.partial_folder(run_folder, step) / f"stage-{stage}.safetensors"
 
 
 @dataclass
 class ShardCollector:
     """On the host: fetches the shards of one epoch, one checkpoint after the other.
-
     `limits`: the most bytes of each stage's shard. `objection_to`: why a file is not the part that
     a stage has reported. `tell` hears what becomes of each, for the coordinator. `patience`:
     seconds without a byte of the checkpoint under way, before it is given up; 0 = never.
@@ -245,8 +232,7 @@ class ShardCollector:
     _changed: threading.Condition = field(default_factory=threading.Condition)  # guards the rest
     # By step and stage, shards that are not here; None: others hold the stage, and write another.
     _due: dict[int, dict[int, ShardWritten | None]] = field(default_factory=dict)
-    # Steps, and why: parts of them may still be announced.
-    _given_up: dict[int, str] = field(default_factory=dict)
+    _given_up: dict[int, str] = field(default_factory=dict)  # steps, also of parts to come: why
     _current: int = OF_NO_STEP  # whose shards travel
     _total: int = 0  # bytes of all its shards
     _have: dict[int, int] = field(default_factory=dict)  # ... that are here, by stage
@@ -427,9 +413,9 @@ class ShardSender:
 
     def remove_spare(self) -> None:
         """Remove what no host needs: all shards but the newest few, and those that travel."""
-        wanted = {partial_folder(self._run_folder, step) for step in [*self._wanted]}
+        wanted = {ck.partial_folder(self._run_folder, step) for step in [*self._wanted]}
         with contextlib.suppress(OSError):  # one has just been removed: look again later
-            found = checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
+            found = ck.checkpoints_folder(self._run_folder).glob(f".partial-step-{8 * '[0-9]'}")
             by_age = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)
             for folder in {*by_age[:-KEPT_SHARDS]} - wanted:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -447,13 +433,13 @@ class SeatServer:
     that goes on has removed it, `on_gone` is called, and the connection ends.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: ck.Checkpoint
     settings: Settings
     meter: Meter = field(default_factory=Meter)
     on_gone: Callable[[], None] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # By its stages, the files of a seat, and what a manifest says of them.
-    _seats: dict[tuple[int, ...], dict[Path, Shard]] = field(default_factory=dict)
+    _seats: dict[tuple[int, ...], dict[Path, ck.Shard]] = field(default_factory=dict)
 
     def serve(self, pipe: Pipe, stages: tuple[int, ...]) -> None:
         """Tell the member of these stages what it needs, and send it; WireError if that breaks."""
@@ -501,9 +487,9 @@ class SeatServer:
         left_out = ("tokenizer_sha256", "template_sha256")
         kept = {k: v for k, v in self.checkpoint.manifest.items() if k not in left_out}
         kept["shards"] = [vars(shard) for shard in self._seats[stages].values()]
-        return SeatFiles(sealed(kept))
+        return SeatFiles(ck.sealed(kept))
 
-    def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, Shard]]:
+    def _files(self, stage: int, needed: set[str]) -> Iterator[tuple[Path, ck.Shard]]:
         """The files that hold what stages need; of those that hold more, just that."""
         for shard in self.checkpoint.shards:
             whole, names = self.checkpoint.folder / shard.file, sorted(needed & {*shard.tensors})
@@ -514,7 +500,7 @@ class SeatServer:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with safetensors.safe_open(whole, framework="pt") as file:
                     save_file({name: file.get_tensor(name) for name in names}, path)
-                yield path, Shard(shard.file, sha256_of(path), path.stat().st_size, names)
+                yield path, ck.Shard(shard.file, ck.sha256_of(path), path.stat().st_size, names)
 
 
 def fetch_seat(
@@ -539,7 +525,7 @@ def fetch_seat(
             most = f"which takes at most {limit:,} with the settings of this run"
             raise CheckpointError(f"{offer}, {most}: nothing of it is fetched")
         # The names end in that of the first stage, for a machine may hold others too.
-        step, first, folder = manifest["step"], min(stages), checkpoints_folder(run_folder)
+        step, first, folder = manifest["step"], min(stages), ck.checkpoints_folder(run_folder)
         partial, final = folder / f".fetching-{first}", folder / f"step-{step:08d}-{first}"
         parts = {partial / f"{shard.sha256}.part": shard for shard in shards}
         _make_room(partial, parts)
@@ -553,11 +539,11 @@ def fetch_seat(
             done += shard.bytes
         for part, shard in parts.items():
             part.rename(partial / shard.file)
-        write_file(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_file(partial / ck.MANIFEST, json.dumps(manifest, indent=1).encode())
         for earlier in folder.glob(f"step-*-{first}"):
             shutil.rmtree(earlier)
         put_in_place(partial, final)
-        return Checkpoint.open(final).folder
+        return ck.Checkpoint.open(final).folder
     except OSError as error:
         lost = f"the checkpoint cannot be kept in {run_folder}: {error}"
         raise CheckpointError(f"{lost}. Free some space, or choose another folder") from error
@@ -565,10 +551,10 @@ def fetch_seat(
         pipe.close()
 
 
-def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[Shard]:
+def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> list[ck.Shard]:
     """The files of a seat, none of which can lie or lead anywhere but beside the manifest."""
     try:
-        checked = msgspec.convert(manifest, Facts)
+        checked = msgspec.convert(manifest, ck.Facts)
         codec = msgspec.convert(checked.settings.get("codec", {}), dict[str, Any])
         named = msgspec.convert(codec.get("plugins", []), set[str])
         if len({shard.file for shard in checked.shards}) < len(checked.shards):
@@ -583,7 +569,7 @@ def _checked_manifest(manifest: dict[str, Any], plugins: Collection[str]) -> lis
     return checked.shards
 
 
-def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
+def _make_room(partial: Path, parts: dict[Path, ck.Shard]) -> None:
     """Remove other parts, use what is here, refuse what takes more than half of the free disk."""
     partial.mkdir(parents=True, exist_ok=True)
     for path in {*partial.iterdir()} - parts.keys():
@@ -592,13 +578,14 @@ def _make_room(partial: Path, parts: dict[Path, Shard]) -> None:
     for part, shard in parts.items():
         for own in partial.parent.glob("*step-*/stage-*.safetensors"):
             with contextlib.suppress(OSError):  # it has just been removed
-                if own.stat().st_size == shard.bytes and sha256_of(own) == shard.sha256:
+                if own.stat().st_size == shard.bytes and ck.sha256_of(own) == shard.sha256:
                     _link_or_copy(own, part)
                     flush(part)
+                    break  # others of that size need not be read
         rest += shard.bytes - (part.stat().st_size if part.exists() else 0)
     if rest > (free := free_disk(partial)) // 2:
+        place = f"{free:,} are free in {partial.parent}: the run leaves half of them free"
+        way = "Free some space, or join with another --folder"
         raise CheckpointError(
-            f"the state of the stage takes {rest:,} more bytes, but {free:,} are free in "
-            f"{partial.parent}: the run leaves half of them free. Free some space, or join with "
-            "another --folder"
+            f"the state of the stage takes {rest:,} more bytes, but {place}. {way}"
         )

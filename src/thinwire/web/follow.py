@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
 
@@ -19,9 +19,6 @@ from thinwire.report import Display, EvaluationRecord, StepRecord
 from thinwire.report.metrics import FILE_NAME, tell
 from thinwire.run.signals import heeding, leave_at_once
 from thinwire.web.server import WebServer
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
 
 USUAL_HOST, USUAL_PORT = "127.0.0.1", 4618
 OFF = "off"
@@ -106,7 +103,7 @@ class Followed(Display, contextlib.AbstractContextManager["Followed"]):
         self._shown.phase("web", server.address_with_token if needs_token else server.address)
 
 
-def _make_page(folders: list[Path], is_own: bool = False) -> "ASGIApp":
+def _make_page(folders: list[Path], is_own: bool = False) -> Any:
     from thinwire.web import page  # slow
 
     return page.make_page(folders, is_own)

@@ -8,9 +8,7 @@
 
 What it shows is read from the run's folder, so a copy of the folder shows the same, but for what
 the host or peer says that is at work there. Nothing else of a folder can be asked for. What others
-wrote (names, events) is data: the page shows it as text.
-
-This file is imported when somebody looks: what it imports is slow.
+wrote is shown as text. This file is imported when somebody looks: what it imports is slow.
 """
 
 import asyncio
