@@ -31,6 +31,8 @@ from thinwire.settings import Settings
     (["eval", "x", "--limit", "3"], "--limit and --tasks-folder"),
     (["eval", "x", "--tasks-folder", "y"], "--limit and --tasks-folder"),
     (["watch", "x"], "holds no run"),
+    (["host", "x", "--listen", "127.0.0.1"], "--listen: '127.0.0.1' is not an address: write HOST"),
+    (["join", "x", "--listen", "nowhere"], "--listen: 'nowhere' is not an address: write HOST"),
 ])  # fmt: skip
 def test_values_out_of_range_and_options_that_contradict_are_refused(arguments, words, command):
     code, _, text = command(*arguments)

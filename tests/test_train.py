@@ -107,9 +107,6 @@ class Replay:
             yield Said(stage, report)
         yield from self.goodbyes
 
-    def control_bytes(self):
-        return 1000 * len(self.script)
-
     def ask_to_stop(self):
         self.asked += 1
         self.notes.append(StopAsked())
@@ -131,7 +128,7 @@ class Run:
     def finish(self, started=0.0, draws=False):
         if not draws:  # which takes a second
             self.record._in_haste = True
-        sent, is_stopped = self.peers.control_bytes(), self.coordinator.stop_asked
+        sent, is_stopped = 1000 * len(self.peers.script), self.coordinator.stop_asked
         tell = lambda: self.stream.write("all is well\n")  # noqa: E731
         return self.record.finish(sent, is_stopped, started, tell=tell)
 

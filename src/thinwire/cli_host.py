@@ -99,8 +99,18 @@ def add_host_commands(add: AddCommand) -> None:
 
 def add_listen(sub: argparse.ArgumentParser, default: str, help: str) -> None:
     """Put the option on a command that accepts connections from outside."""
+
+    def address(text: str) -> str:
+        from thinwire.wire.sockets import split_address
+
+        try:
+            split_address(text)
+        except WireError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
     about = f"{help} (default: {default})"
-    sub.add_argument("--listen", default=default, metavar="HOST:PORT", help=about)
+    sub.add_argument("--listen", type=address, default=default, metavar="HOST:PORT", help=about)
 
 
 def add_web(sub: argparse.ArgumentParser, samples: bool = False) -> None:
@@ -168,8 +178,7 @@ def join_command(options: argparse.Namespace) -> None:
 
     paths = options.data, options.valid_data, options.tokenizer, options.template
     place = options.name, options.folder, "" if options.no_listen else options.listen
-    plugins = tuple(options.allow_plugin)
-    terms = Terms(*place, options.device, options.threads, plugins, *paths)
+    terms = Terms(*place, options.device, options.threads, tuple(options.allow_plugin), *paths)
     web = "off" if options.tied else options.web  # a host's own peer is on the host's page
 
     def run(display: "Display") -> dict[str, Any]:
@@ -210,10 +219,10 @@ def status_command(options: argparse.Namespace) -> None:
 
 def doctor_command(options: argparse.Namespace) -> None:
     """Print what will go wrong on this machine, and the fix; exit code 1 if something blocks."""
-    from thinwire.run.doctor import examine
+    from thinwire.run.doctor import Findings, examine
 
     text = sys.stdin.readline() if options.invite == "-" else options.invite
-    found = examine(text, options.folder, options.listen)
+    found = Findings(examine(text, options.folder, options.listen))
     print(json.dumps(found.to_plain(), indent=1) if options.json else found.text())
     if not options.invite and not options.json:
         print("With an invite (thinwire doctor INVITE) it also tries the way to the host.")

@@ -52,9 +52,15 @@ def train(
         where = f"in {peers} processes" if peers else "as processes"
         display.phase("start", f"{stages} stages {where}, links under mutual TLS{source}")
         began = checkpoint.step if checkpoint else 0
-        corpus, own, start = (str(p.resolve()) if p else "" for p in (data.folder, folder, origin))
-        order = Assignment([], Identity("", ""), settings.to_plain(), corpus, own, resume=start)
-        coordinator = coordinator_of(settings, folder, checkpoint, held)
+        order = Assignment(
+            stages=[],
+            identity=Identity("", ""),
+            settings=settings.to_plain(),
+            corpus=str(data.folder.resolve()),
+            run_folder=str(folder.resolve()),
+            resume=str(origin.resolve()) if origin else "",
+        )
+        coordinator = coordinator_of(settings, began, held)
         record = RunRecord(settings, folder, data, checkpoint, display)
         with (
             scratch(folder),
@@ -62,4 +68,4 @@ def train(
             record.stopping(local.ask_to_stop),
         ):
             lead(coordinator, local, record)
-            return record.finish(local.control_bytes(), coordinator.stop_asked, started)
+            return record.finish(local.meter.moved_bytes(), coordinator.stop_asked, started)

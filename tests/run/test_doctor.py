@@ -41,7 +41,9 @@ def host(tmp_path):
 @pytest.fixture
 def doctor(tmp_path):
     peer = tmp_path / "peer"
-    return lambda invite, listen="", folder=peer: checks.examine(str(invite), folder, listen)
+    return lambda invite, listen="", folder=peer: checks.Findings(
+        checks.examine(str(invite), folder, listen)
+    )
 
 
 def one(found, words):

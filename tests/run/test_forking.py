@@ -11,7 +11,7 @@ import pytest
 from programs import gone
 from thinwire.errors import StageError
 from thinwire.run import processes
-from thinwire.run.processes import Forker, forks, start_process
+from thinwire.run.processes import Forked, Forker, forks, start_process
 from waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.skipif(not forks("cpu"), reason="stages are forked on Linux alone")
@@ -118,6 +118,13 @@ def test_why_nothing_could_be_imported_is_in_every_log(start, tmp_path):
     assert [stage.wait(PATIENCE) for stage in stages] == [1, 1, 1]
     logs = [(tmp_path / f"{number}.log").read_text() for number in range(3)]
     assert all("No module named 'a_library_that_is_broken'" in log for log in logs)
+
+
+def test_the_others_live_on_where_one_cannot_be_forked():
+    with open(os.devnull, "rb") as said:  # nobody says which process it is
+        forked = Forked(said, SimpleNamespace(kill=lambda: pytest.fail("it forks the others")))
+        assert forked.wait(PATIENCE) == -signal.SIGKILL
+    forked.kill()
 
 
 def test_where_a_log_cannot_be_written_nothing_stays_open(tmp_path):

@@ -109,8 +109,8 @@ def test_a_host_decides_nothing_about_the_machine_of_a_peer(make_settings):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (Terms(listen="nowhere"), "'nowhere' is not an address: write HOST:PORT"),
     (Terms(data=Path("gone")), "--data gone: there is no such file or"),
+    (Terms(template=Path()), "--template goes with --data: name the run's data too"),
 ])  # fmt: skip
 def test_an_option_that_cannot_work_is_refused_before_the_host_is_asked(options, said, tmp_path):
     invite = AuthorityBook(tmp_path / "book", "test").invite(("127.0.0.1:1",))

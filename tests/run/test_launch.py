@@ -104,7 +104,7 @@ def test_stages_start_in_any_folder_and_account_for_every_byte(make_peers, tmp_p
         assert lower["sent"][kind] == upper["received"][kind]
     orders, hellos = 2 * 4_000, 2 * 1_000  # settings go out once; pulses, every five seconds
     pulses = 2 * 200 * (time.monotonic() - began) / 5
-    assert 2 * 64 < peers.control_bytes() < orders + hellos + 4 * 600 + pulses
+    assert 2 * 64 < peers.meter.moved_bytes() < orders + hellos + 4 * 600 + pulses
 
 
 def test_nothing_is_heard_of_a_process_whose_place_another_takes(make_peers, monkeypatch):

@@ -45,7 +45,6 @@ from thinwire.wire.stream import Stream
 ENROL = "enrol"  # the name of the stream
 EXCHANGE_S = 20.0  # for all that is said there
 COORDINATOR = "coordinator"
-DAY = 24 * 3600.0
 MOST_ADDRESSES = 8
 LONGEST_NAME = 80  # of a run, in an invite
 _PREFIX, _LONGEST, _CHECKSUM_BYTES = "tw1-", 4096, 6  # of an invite; a usual one has 200 characters
@@ -104,21 +103,10 @@ class Invite:
         Raises AdmissionError for anything that is not an unaltered invite, and never quotes it.
         """
         _, prefix, body = "".join(text[: 2 * _LONGEST].split()).partition(_PREFIX)
-        try:
-            if not prefix:
-                raise ValueError(f"an invite begins with {_PREFIX}")
-            return cls._parsed(body)
-        except ValueError as error:
-            raise AdmissionError(
-                f"this invite cannot be used: {error}; copy the whole line that the host printed, "
-                "or ask for a new invite"
-            ) from None
-
-    @classmethod
-    def _parsed(cls, body: str) -> "Invite":
-        """Raises ValueError with the reason."""
+        if not prefix:
+            raise _unusable(f"an invite begins with {_PREFIX}")
         if len(body) > _LONGEST:
-            raise ValueError("it is too long")
+            raise _unusable("it is too long")
         whole = b""
         with contextlib.suppress(ValueError):
             whole = base64.b64decode(body + "=" * (-len(body) % 4), b"-_", validate=True)
@@ -126,20 +114,25 @@ class Invite:
         # The last character of base64 has bits that mean nothing; they must be as they were sent.
         is_exact = checksum == _checksum(content) and _base64(whole) == body
         if len(content) < _HEAD.size or not is_exact:
-            raise ValueError("it was altered or cut off")
+            raise _unusable("it was altered or cut off")
         fingerprint, invite_id, secret, expires = _HEAD.unpack_from(content)
         try:
             name, relay, relay_pass, *addresses = content[_HEAD.size :].decode().split("\n")
         except ValueError:
-            raise ValueError("it lacks parts") from None
+            raise _unusable("it lacks parts") from None
         places = [*addresses, *([relay] if relay else [])]
         if not places or len(addresses) > MOST_ADDRESSES:
-            raise ValueError("it names no address, or too many")
+            raise _unusable("it names no address, or too many")
         if not all(map(is_address, places)):
-            raise ValueError("an address in it is not HOST:PORT")
+            raise _unusable("an address in it is not HOST:PORT")
         name = printable(name, LONGEST_NAME)  # it is shown, and whoever made the invite chose it
         parts = (fingerprint.hex(), tuple(addresses), invite_id.hex(), secret.hex())
         return cls(name, *parts, expires, Route(relay, "relayed", relay_pass) if relay else None)
+
+
+def _unusable(why: str) -> AdmissionError:
+    advice = "copy the whole line that the host printed, or ask for a new invite"
+    return AdmissionError(f"this invite cannot be used: {why}; {advice}")
 
 
 def hash_of(secret: str) -> str:
@@ -231,7 +224,7 @@ class AuthorityBook:
         self,
         addresses: tuple[str, ...] | list[str],
         relay: Route | None = None,
-        lasts: float = DAY,
+        lasts: float = 86_400.0,
         machines: int = 1,
     ) -> Invite:
         """A new invite by these addresses or a relay, for so many seconds and machines."""

@@ -79,15 +79,11 @@ class Findings:
         return "\n".join([*lines, "", verdict])
 
 
-def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Findings:
+def examine(text: str = "", folder: Path | None = None, listen: str = "") -> Iterator[Finding]:
     """Examine this machine, and the way to the host of an invite, or to runs that are hosted here.
 
     `folder` and `listen` are those that `join` would be given. It changes nothing.
     """
-    return Findings(_examination(text, folder, listen))
-
-
-def _examination(text: str, folder: Path | None, listen: str) -> Iterator[Finding]:
     invite = None
     if text:
         try:

@@ -33,18 +33,11 @@ from thinwire.errors import CheckpointError, ConfigError, StageError, WireError
 from thinwire.folders import replace_file
 from thinwire.report import Display
 from thinwire.report.human import elapsed
+from thinwire.run import formation as seating
 from thinwire.run import protocol as msg
 from thinwire.run.admission import ENROL, AuthorityBook, Invite, is_address, serve_enrolment
 from thinwire.run.alive import ControlSocket
 from thinwire.run.coordinator import Phase
-from thinwire.run.formation import (
-    FORMATION_FILE,
-    Failures,
-    fill_seats,
-    fitting,
-    lacking_peers,
-    read_formation,
-)
 from thinwire.run.hosted import LOOK_SECONDS, REMIND_SECONDS, Base, HostedPeers, probe_all
 from thinwire.run.machine import Machine
 from thinwire.run.members import Member, Members, one_line
@@ -87,7 +80,6 @@ class HostOptions:
         """Refuse a wrong address or number before anything is prepared."""
         for address in self.addresses:
             with_port(address, 1)
-        split_address(self.listen)
         neighbours(stages, self.peers or stages)  # refuses what cannot be
 
 
@@ -98,7 +90,7 @@ def host(settings: Settings, options: HostOptions, display: Display) -> dict[str
     settings = dataclasses.replace(settings, link=link)
     raise_descriptor_limit()
     folder = settings.run.folder
-    goes_on = (folder / FORMATION_FILE).is_file() or options.resume
+    goes_on = (folder / seating.FORMATION_FILE).is_file() or options.resume
     resume = folder if goes_on and list_checkpoints(folder) else None
     with (
         heeding(leave_at_once),
@@ -143,7 +135,14 @@ class OpenDoor:
         stack.callback(self.listener.close)
         self.note: Callable[[str], None] = lambda text: None  # what this host alone should know
         serve_enrolment(self.listener, book, lambda text: self.note(text))
-        door = stack.enter_context(_open_door(options.listen, port_before))
+        host, port = split_address(options.listen)
+        try:
+            door = Door(host, port or port_before)  # where any will do, that of earlier invites
+        except WireError:
+            if port or not port_before:
+                raise
+            door = Door(host, 0)  # another program has it by now
+        stack.enter_context(door)
         door.admit_by(book.run_id, book.grant_of, options.mbps)
         self.port, self.cut = door.port, partial(door.cut, book.run_id)
         takes = self.listener.take
@@ -153,7 +152,6 @@ class OpenDoor:
             door.serve(name, take)
             for route in self._relay:
                 stack.enter_context(Standby(name, route, take, prover=book.identity.prove))
-        host, _ = split_address(options.listen)
         stated = options.addresses or (outside_address(host, door.port),)
         self.addresses = tuple(with_port(address, door.port) for address in stated)
 
@@ -164,8 +162,7 @@ class OpenDoor:
 
     def invite(self, machines: int) -> Invite:
         """An invite for so many others."""
-        own = self._options
-        return self.book.invite(self.addresses, own.relay, own.lasts, machines)
+        return self.book.invite(self.addresses, self._options.relay, self._options.lasts, machines)
 
     def own_invite(self) -> Invite:
         """An invite for peers on this machine: by its inner address, and with a secret apart."""
@@ -198,15 +195,6 @@ def with_port(address: str, port: int) -> str:
         if is_address(whole):
             return whole
     raise ConfigError(f"--address {address}: write a name or an address, and :PORT if it differs")
-
-
-def _open_door(listen: str, port_before: int) -> Door:
-    """The public port; where any will do, the one that earlier invites name."""
-    host, port = split_address(listen)
-    if not port and port_before:
-        with contextlib.suppress(WireError):  # another program has it by now
-            return Door(host, port_before)
-    return Door(host, port)
 
 
 @contextlib.contextmanager
@@ -262,10 +250,10 @@ class _Hosting(Base):
         self._started, folder = time.monotonic(), settings.run.folder
         self._origin, self._keeps_split = origin, keeps_split
         self._least = options.peers  # 0: as many as it has stages, or had members before
-        formation = fitting(read_formation(folder), settings)
+        formation = seating.fitting(seating.read_formation(folder), settings)
         self._settings = formation.applied(settings)
         self._stop_asked = False
-        self._failures = Failures()
+        self._failures = seating.Failures()
         book = AuthorityBook(folder / "authority", settings.run.name)
         door = OpenDoor(book, options, formation.port, opened)
 
@@ -339,7 +327,7 @@ class _Hosting(Base):
         who = ", ".join(f"{stage}: {name}" for stage, name in enumerate(seats))
         self.display.announce("form", f"epoch {epoch} from step {step}, stages {who}")
         settings, folder, groups = self._settings, self.folder, self.formation.groups()
-        coordinator = coordinator_of(settings, folder, checkpoint, groups, parts_travel=True)
+        coordinator = coordinator_of(settings, step, groups, parts_travel=True)
         machines = {member.name: member.machine for member in self.members.all()}
         links = links_of([machines.get(name, Machine()) for name in seats])
         display, data, before = self.display, self.data, self.record
@@ -434,9 +422,9 @@ class _Hosting(Base):
             here = [member.name for member in members]
             before = self.formation.members()
             least = self._least or len(before) or self._settings.pipeline.stages
-            seats = fill_seats(self.formation.seats, here, least)
+            seats = seating.fill_seats(self.formation.seats, here, least)
             unfit = {one.name: one.why_unfit for one in self.members.all() if one.is_here}
-            lacking = lacking_peers(least, here, unfit)
+            lacking = seating.lacking_peers(least, here, unfit)
             if not before and len(here) >= least:
                 if here != refused:
                     try:

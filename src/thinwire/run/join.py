@@ -68,20 +68,10 @@ from thinwire.run.status import blocks_text
 from thinwire.run.transfer import ShardSender, fetch_seat, uplink_share
 from thinwire.settings import CONFIG, Settings, machine_cores
 from thinwire.typed import to_toml
-from thinwire.wire import (
-    Door,
-    Identity,
-    LastingPipe,
-    Pipe,
-    Routes,
-    Seen,
-    dial,
-    ping_all,
-    raise_descriptor_limit,
-)
+from thinwire.wire import Door, Identity, LastingPipe, Pipe, Routes, Seen, dial, ping_all
 from thinwire.wire.door import Allowance
 from thinwire.wire.keys import fingerprint_of
-from thinwire.wire.sockets import address_text, split_address
+from thinwire.wire.sockets import address_text, raise_descriptor_limit, split_address
 from thinwire.wire.speed import measure_link
 
 LINK_SECONDS = 0.5  # of a burst each way, when the way to the host is measured
@@ -112,8 +102,6 @@ class Terms:
 
     def check(self) -> None:
         """Refuse what cannot work before the host hears of this machine."""
-        if self.listen:
-            split_address(self.listen)
         for name in ("data", "valid_data", "tokenizer", "template"):
             option, path = f"--{name.replace('_', '-')}", getattr(self, name)
             if path is not None and not path.exists():
@@ -151,14 +139,12 @@ def join(invite: Invite, terms: Terms, display: Display) -> str:
 
 
 def _addresses(door: Door | None, listen: str, host: Routes) -> tuple[str, str]:
-    """The door's address for this machine's own processes, and the one by which others may try:
-    where the host sees this machine, unless the owner named an address.
-    """
+    """The door's address for this machine's own processes, and the one by which others may try."""
     if door is None:
         return "", ""
     if split_address(listen)[0] not in ("0.0.0.0", "::", ""):
         return door.address, door.address
-    answers = ping_all(host.routes, host.name).values()
+    answers = ping_all(host.routes, host.name).values()  # which say where it sees this machine
     seen = [split_address(one.address)[0] for one in answers if isinstance(one, Seen)]
     outside = address_text(seen[0], door.port) if seen else ""
     return address_text("127.0.0.1", door.port), outside
@@ -214,7 +200,7 @@ def own_settings(asked_plain: dict[str, Any], terms: Terms, free_bytes: int) -> 
         run=change(asked.run, out="runs", device=terms.device, threads=threads),
         link=change(asked.link, emulate=False, listen="127.0.0.1"),
         codec=change(asked.codec, memory_mb=memory),
-        data=change(asked.data, path=_text(terms.data), valid_path=""),
+        data=change(asked.data, path=str(terms.data or ""), valid_path=""),
         train=change(asked.train, init_from=start),
     ).resolved()
 
@@ -235,19 +221,13 @@ def own_data(asked: dict[str, Any], settings: Settings, terms: Terms) -> DataCon
         )
     return dataclasses.replace(
         settings.data,
-        valid_path=_text(terms.valid_data),
-        tokenizer=_text(terms.tokenizer),
-        template=_text(terms.template) or settings.data.template,  # a word, as checked
+        valid_path=str(terms.valid_data or ""),
+        tokenizer=str(terms.tokenizer or ""),
+        template=str(terms.template or settings.data.template),  # a word, as checked
     )
 
 
-def _text(path: Path | None) -> str:
-    return str(path) if path else ""
-
-
-Say = Callable[[str, int, int], None]
-"""Told what is under way, and how many bytes of how many are here."""
-
+Say = Callable[[str, int, int], None]  # what is under way, and how many bytes of how many are here
 # By run and first stage: one at a time fetches their state, into the same files.
 _FETCHING: defaultdict[tuple[Path, int], threading.Lock] = defaultdict(threading.Lock)
 
@@ -305,11 +285,10 @@ class Holding:
 
     def _own_corpus(self, say: Say) -> Path | None:
         """The folder of the corpus, if it is here and the one that the run is trained on."""
-        settings = self.settings
         if self._terms.data is None:
             return None
-        config = own_data(self.hold.settings, settings, self._terms)
-        data = prepare(config, settings.model.vocab, cache_folder(), say)
+        config = own_data(self.hold.settings, self.settings, self._terms)
+        data = prepare(config, self.settings.model.vocab, cache_folder(), say)
         if data.fingerprint != self.hold.corpus:
             raise DataError(
                 f"{self._terms.data} is not the data of this run (fingerprint {data.fingerprint}, "

@@ -89,12 +89,6 @@ class _Connections:
     channel: Channel | None = None
     more: "queue.SimpleQueue[Pipe]" = field(default_factory=queue.SimpleQueue)
 
-    def add(self, pipe: Pipe) -> None:
-        """Go on with another: its member knows of a loss that the host may not have noticed."""
-        on_daemon_thread("thinwire close", partial(self.latest.close, 0))
-        self.latest = pipe
-        self.more.put(pipe)
-
 
 class Members(contextlib.AbstractContextManager["Members"]):
     """Streams to all enrolled machines. A context manager: leaving it says goodbye to all.
@@ -229,8 +223,10 @@ class Members(contextlib.AbstractContextManager["Members"]):
         with self._changed:
             known = self._streams.get((name, session))
             streams = sum(member == name for member, _ in self._streams)
-            if known is not None:
-                known.add(pipe)
+            if known is not None:  # its member knows of a loss that the host may not have noticed
+                on_daemon_thread("thinwire close", partial(known.latest.close, 0))
+                known.latest = pipe
+                known.more.put(pipe)
                 return
             if len(session) == SESSION_BYTES and streams < MOST_STREAMS:
                 connections = self._streams[name, session] = _Connections(pipe)

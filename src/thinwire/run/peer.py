@@ -76,8 +76,8 @@ def _cpu() -> str:
     return platform.processor()
 
 
+# The cuts between stages of one process: the ends of the stage below and of the one above.
 Inner = dict[int, tuple[wire.Pipe, wire.Pipe]]
-"""The cuts between stages of one process: the ends of the stage below and of the one above."""
 
 
 class Peer:
@@ -200,9 +200,7 @@ class Peer:
     def _open(
         self, neighbour: int, connect: msg.Connect, meter: wire.Meter, at_start: bool = False
     ) -> wire.Pipe:
-        """Dial the stage below or accept the one above, and agree on the contract; a pipe that is
-        connected again when it is lost, if settings allow that.
-        """
+        """A pipe to a neighbour that agrees on the contract; connected again if settings allow."""
         worker = self._worker
         cut, key, feeds = min(self.stage, neighbour), connect.seats[neighbour], connect.follower
         name = msg.stream_name("cut", cut, self.order.generation, connect.links[cut])

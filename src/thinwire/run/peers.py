@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from thinwire.engine.checkpoint import Checkpoint
 from thinwire.engine.reports import Report
 from thinwire.errors import BreachError, ConfigError, StageError, ThinwireError, WireError
 from thinwire.run import events as ev
@@ -41,13 +40,9 @@ class StageFailedError(StageError):
 
 
 def coordinator_of(
-    settings: Settings,
-    folder: Path,
-    checkpoint: Checkpoint | None,
-    held: list[list[int]],
-    parts_travel: bool = False,
+    settings: Settings, step: int, held: list[list[int]], parts_travel: bool = False
 ) -> Coordinator:
-    """The coordinator of a run, perhaps from a checkpoint on; `held`: the stages by process."""
+    """The coordinator of a run from the checkpoint of a step on; `held`: the stages by process."""
     stages = settings.pipeline.stages
     return Coordinator(
         stages,
@@ -55,7 +50,7 @@ def coordinator_of(
         settings.pipeline.microbatches,
         parts_travel,
         outage=settings.link.outage,
-        course=Course(settings, checkpoint.step if checkpoint else 0, stages),
+        course=Course(settings, step, stages),
         placement=placement(settings, held),
         audits=settings.train.audit,
     )
@@ -100,7 +95,7 @@ def heed(
             case ev.End(BaseException() as error):
                 raise error
             case ev.End():
-                pass  # stages that have said goodbye end by themselves
+                pass  # all stages have said goodbye
             case ev.Replace(stages, by_follower):
                 peers.replace(stages, by_follower)
             case ev.DropFollower(stages):
@@ -109,9 +104,8 @@ def heed(
                 carry_out(command)
 
 
-MOST_UNHEARD = 64
-"""Messages of one stage that wait to be heard; its stream holds back what comes after.
-One message may be large, and a stage may send without end."""
+# Messages of one stage that wait to be heard; its stream holds back what comes after.
+MOST_UNHEARD = 64  # one may be large, and a stage may send without end
 
 
 class Hearing:
@@ -274,9 +268,7 @@ class LocalPeers(Peers):
     """Processes on this machine, each by the `order` with its own stages; no orphans are left."""
 
     def __init__(self, device: str, order: Assignment, held: list[list[int]], began: int = 0):
-        """`held`: the stages by process; `began`: the step from which the run goes on, for those
-        who replace a lost process.
-        """
+        """`held`: the stages by process; `began`: the step from which the run goes on."""
         super().__init__(sum(map(len, held)))
         self._orders: list[Assignment] = []  # of each process
         self._seats: list[str] = []
@@ -285,10 +277,9 @@ class LocalPeers(Peers):
             self._orders.append(dataclasses.replace(order, stages=group, identity=identity))
             self._seats += [identity.fingerprint] * len(group)
         self._logs = Path(order.run_folder) / "logs"
-        is_worth_it = forks(device) and len(held) > 1
-        self._forker = Forker() if is_worth_it else None
+        self._forker = Forker() if forks(device) and len(held) > 1 else None
         self._here: list[StagesHere] = []
-        self._meter = Meter()
+        self.meter = Meter()  # of the streams of messages
         self._began = began
         raise_descriptor_limit()  # for the stages too, which inherit it
 
@@ -322,10 +313,6 @@ class LocalPeers(Peers):
         # A known error explains itself: then this only says where the log is.
         return f"\n  {f'its log is {log}' if culprit.known else last_lines(log)}"
 
-    def control_bytes(self) -> int:
-        """Every byte of the streams of messages so far, both ways, frame headers included."""
-        return self._meter.moved_bytes()
-
     def _with(self, stage: int) -> StagesHere:
         return next(here for here in self._here if stage in here.stages)
 
@@ -339,5 +326,5 @@ class LocalPeers(Peers):
                 self.said.note(ev.Exited(stage, code))
 
         here = StagesHere(order.stages, self._logs, self._forker)
-        here.begin(order, self.said.hear, on_exit, on_lost, self._meter)
+        here.begin(order, self.said.hear, on_exit, on_lost, self.meter)
         return here

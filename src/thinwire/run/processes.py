@@ -79,11 +79,13 @@ class Forked:
 
     def kill(self) -> None:
         """End it at once. If it is not forked yet, none is: the process that would do it ends."""
+        if self._ended.done():  # or it could not be forked, and the others live on
+            return
         if self.pid is None:
             self._parent.kill()
-        elif self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ends just now
-                os.kill(self.pid, signal.SIGKILL)
+            return
+        with contextlib.suppress(ProcessLookupError):  # it ends just now
+            os.kill(self.pid, signal.SIGKILL)
 
     def _follow(self, said: BinaryIO) -> int:
         with said:
