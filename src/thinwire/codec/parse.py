@@ -100,7 +100,8 @@ def parse_codec(name: str, where: str = "codec") -> Codec:
         for suffix, arguments in suffixes:
             codec = _made(_SUFFIXES, suffix, arguments, codec)
     except ConfigError as error:
-        raise type(error)(f'{where} = "{name}": {error}') from None
+        error.args = (f'{where} = "{name}": {error}',)  # of its own class: GoneError makes a text
+        raise
     return codec
 
 
