@@ -81,7 +81,7 @@ def option(
 def from_plain(cls: type[T], values: dict[str, Any], where: str = "") -> T:
     """Build `cls`, and what is in it, from a mapping; `where` is its dotted place, for messages."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where or 'config'} must be a table of keys, got {values!r}")
+        raise ConfigError(f"{where or 'config'} must be a table of keys, got {_brief(values)}")
     hints = typing.get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
@@ -181,7 +181,10 @@ def _check_bounds(value: Any, metadata: Mapping[str, Any], place: str) -> None:
 
 
 def _brief(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:40]}... ({len(text):,} characters)"
 
 

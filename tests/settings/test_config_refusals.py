@@ -50,6 +50,7 @@ NONE = [float("nan"), float("inf"), -float("inf")]
         ({"codec__cuts": ["0: backward=topk(shared)"]}, "topk or randk sent forward"),
         ({"codec__plugins": ["no_such"]}, 'importing "no_such" failed: ModuleNot.*PYTHONPATH'),
         ({"run__seed": 2**63}, "run.seed = 9223372036854775808 must fit into 64 bits"),
+        ({"run__seed": 16**5000}, "= a number of thousands of digits must fit into 64 bits"),
         *(({"run__name": name}, "run.name = .* must be the name of a folder") for name in NO_NAMES),
         *(({key: value}, f"{key.replace('__', '.')} = (nan|-?inf) must be")
           for key in NUMBERS for value in NONE),
