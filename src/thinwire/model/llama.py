@@ -34,19 +34,24 @@ class LayerPlan(NamedTuple):
 
 
 class KeyValues:
-    """What attention keeps of the positions before."""
+    """What attention keeps of the positions before, in memory that doubles when it is full."""
 
     def __init__(self) -> None:
         self.length = 0
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: Tensor | None = None  # keys, then values
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
         """Take in the next positions; returns those of all S so far, (B, K, S, E)."""
-        if self._kept is not None:
-            k_BKTE = torch.cat((self._kept[0], k_BKTE), dim=2)
-            v_BKTE = torch.cat((self._kept[1], v_BKTE), dim=2)
-        self.length, self._kept = k_BKTE.shape[2], (k_BKTE, v_BKTE)
-        return k_BKTE, v_BKTE
+        start, self.length = self.length, self.length + k_BKTE.shape[2]
+        if self._kept is None or self.length > self._kept.shape[3]:
+            batch, heads, _, width = k_BKTE.shape
+            room = k_BKTE.new_empty(2, batch, heads, 2 * self.length, width)
+            if self._kept is not None:
+                room[:, :, :, :start] = self._kept[:, :, :, :start]
+            self._kept = room
+        for kept, new in zip(self._kept, (k_BKTE, v_BKTE), strict=True):
+            kept[:, :, start : self.length] = new
+        return self._kept[0, :, :, : self.length], self._kept[1, :, :, : self.length]
 
 
 class RMSNorm(nn.Module):
