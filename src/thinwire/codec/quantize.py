@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thinwire.codec.base import (
-    Codec,
-    Layout,
-    Leg,
-    Part,
-    Parts,
-    Place,
-    Shape,
-    TensorSpec,
-    elements,
-)
+from thinwire.codec.base import Codec, Layout, Leg, Part, Parts, Place, Shape, TensorSpec, elements
 from thinwire.errors import ConfigError
 
 FORMATS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

@@ -9,11 +9,4 @@ from thinwire.schedule.build import (
     deal,
     split_layers,
 )
-from thinwire.schedule.simulator import (
-    Costs,
-    Links,
-    Simulation,
-    grid,
-    simulate,
-    window_table,
-)
+from thinwire.schedule.simulator import Costs, Links, Simulation, grid, simulate, window_table
