@@ -29,8 +29,8 @@ IDS = torch.tensor([[7, 3, 11, 250, 9, 31, 8, 77, 5, 2, 19, 23, 4, 90, 120, 6]])
 
 def state_of(chain):
     tensors = {n: p for stage in chain.stages for n, p in stage.global_parameters().items()}
-    for keeper in chain.keepers:
-        tensors |= keeper.state_tensors()
+    for update in chain.updates:
+        tensors |= update.keeper.state_tensors() if update.keeper else {}
     return Snapshot(tensors, chain.settings, chain.done, Versions(chain.done, 0))
 
 

@@ -16,7 +16,6 @@ from thinwire.engine.build import Joined, choose_device, prepare_torch
 from thinwire.engine.cut import CutEnd
 from thinwire.engine.feed import Feed
 from thinwire.engine.passes import weights_rounded_once
-from thinwire.engine.shared import Keeper
 from thinwire.engine.step_end import StageUpdate, StepEnd
 from thinwire.engine.trace import StepTrace
 from thinwire.model import Score, learning_rate
@@ -113,11 +112,6 @@ class Chain(Joined):
         self._end = StepEnd(self.updates)
         self.row_bytes = self._end.row_bytes  # that crossed all cuts for a shared embedding
         self.done = 0
-
-    @property
-    def keepers(self) -> list[Keeper]:
-        """The keeper of each stage, where they share a space."""
-        return [update.keeper for update in self.updates if update.keeper is not None]
 
     def crossed(self, z: Tensor, cut: int) -> Tensor:
         return ThroughCut.apply(z, self.cuts[cut])

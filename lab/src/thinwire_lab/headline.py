@@ -157,9 +157,7 @@ def link_rows(
     speed = link["mbps"], link["mbps"], link["latency_ms"] / 1e3
     rows = []
     for arm, settings in arms.items():
-        seconds, window, bound = fastest(
-            settings, costs[arm], Links.alike(settings.pipeline.stages, *speed)
-        )
+        seconds, window, bound = fastest(settings, costs[arm], speed)
         share = goal.tokens[arm] / goal.tokens[dense]
         steps = public["dense_steps"] * share
         per_token = bytes_per_token(settings)
@@ -191,12 +189,15 @@ def link_rows(
     return rows
 
 
-def fastest(settings: Settings, costs: Costs, links: Links) -> tuple[float, int, str]:
+def fastest(
+    settings: Settings, costs: Costs, speed: tuple[float, float, float]
+) -> tuple[float, int, str]:
     """Seconds per step, window and limit: the smallest window that is about as fast as any.
 
     Windows double from the number of stages on, up to all microbatches.
     """
     stages, count = settings.pipeline.stages, settings.pipeline.microbatches
+    links = Links.alike(stages, *speed)
     doubled = [stages << times for times in range(count.bit_length()) if stages << times < count]
     played = [
         simulate(build("1f1b", stages, count, window), costs, links, steps=2)
